@@ -47,8 +47,8 @@ from gpipe_cli.pipeline.runtime.tied_weights import (
     trained_parameters,
 )
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
-from gpipe_cli.pipeline.schedule.schedule import Schedule
+from gpipe_cli.schedule.named_schedules import build, forward_only
+from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.system.cuda_graphs import CudaGraphMaker
 
 CLASSES, SIZE = 5, 8

@@ -19,8 +19,8 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensor
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.held import peak_bytes
-from gpipe_cli.pipeline.schedule.schedule import Retain, Schedule
+from gpipe_cli.schedule.held import peak_bytes
+from gpipe_cli.schedule.schedule import Retain, Schedule
 
 CLASSES, TOKENS, SIZE = 10, 12, 32
 

@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.routes import Boundaries, routes
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 
 CPU = torch.device("cpu")
 BOUNDARY = (BoundaryTensor((1,), (0,), torch.float32, True),)

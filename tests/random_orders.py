@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Row, Schedule
+from gpipe_cli.schedule.schedule import Action, Kind, Row, Schedule
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,6 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import configure
 
-from gpipe_cli.pipeline.schedule.breakdown import Breakdown
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.mfu import StepFlops
@@ -25,6 +22,9 @@ from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, TimelineView
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
+from gpipe_cli.schedule.breakdown import Breakdown
+from gpipe_cli.schedule.schedule import Action, Kind
+from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone, TrainingReady
 
 MIB = 2**20

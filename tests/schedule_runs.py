@@ -1,7 +1,7 @@
 """The schedules that have a name, for the tests of what holds for all of them."""
 
-from gpipe_cli.pipeline.schedule import named_schedules
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule
+from gpipe_cli.schedule import named_schedules
+from gpipe_cli.schedule.schedule import Action, Kind, Recompute, Schedule
 
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:

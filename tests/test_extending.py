@@ -42,8 +42,8 @@ classes: null
 drop_last: false
 augmentation: {random_resized_crop: null, horizontal_flip: false, cutout: 0, shift: 0}
 """,
-    "pipeline/schedule/first_first.py": """
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
+    "schedule/first_first.py": """
+from gpipe_cli.schedule.schedule import Action, Kind
 
 def rows(partitions, micro_batches, devices):
     return [[Action(kind, k, m) for kind in (Kind.F, Kind.B) for m in range(micro_batches)] for k in range(partitions)]
@@ -52,7 +52,7 @@ def rows(partitions, micro_batches, devices):
 LINES = {
     "config/groups.py": ("IMAGES = {\n", '    "stripes": Images(root=False),\n'),
     "conf/train.yaml": ("schedule: gpipe             # ", "first_first: which a test has added | "),
-    "pipeline/schedule/named_schedules.py": ("ORDERS = {\n", '    "first_first": Order(),\n'),
+    "schedule/named_schedules.py": ("ORDERS = {\n", '    "first_first": Order(),\n'),
 }
 
 

@@ -13,7 +13,7 @@ FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path 
 # From the lowest level to the highest: a part imports only from itself and from the levels below its own.
 LEVELS = (
     ("system", "units", "errors"),
-    ("pipeline.schedule",),
+    ("schedule",),
     ("config",),
     ("models", "data"),
     ("pipeline.runtime",),
@@ -79,7 +79,7 @@ def own_imports() -> list[tuple[str, str]]:
 
 
 def part(name: str) -> str:
-    """The part that a file is in: `pipeline.schedule` for gpipe_cli.pipeline.schedule.dependencies."""
+    """The part that a file is in: `schedule` for gpipe_cli.schedule.dependencies."""
     inner = name.removeprefix("gpipe_cli.")
     return next((part for part in LEVEL if inner == part or inner.startswith(f"{part}.")), "")
 
@@ -103,7 +103,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    names = ", ".join(name for name in FILES if part(name) == "pipeline.schedule")
+    names = ", ".join(name for name in FILES if part(name) == "schedule")
     program = f"import sys, {names}\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

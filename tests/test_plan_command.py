@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training_runs import TINY, command
 
-from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.schedule.simulator import ideal_bubble
 
 PLAN = [*TINY, "batch_size=8", "micro_batches=4"]
 

@@ -21,9 +21,9 @@ from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
+from gpipe_cli.schedule.schedule import Action, Kind
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine

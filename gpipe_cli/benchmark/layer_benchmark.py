@@ -28,8 +28,8 @@ from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage

@@ -22,13 +22,13 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
-from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.planner.layout import own_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check
+from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES, order
+from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.training.data_feed import refuse_data
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural

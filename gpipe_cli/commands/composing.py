@@ -45,8 +45,8 @@ from gpipe_cli.config.settings import (
 )
 from gpipe_cli.config.typed import RefusedError, SettingError, nearest, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
 from gpipe_cli.planner.step_schedule import refuse_files
+from gpipe_cli.schedule.placement import PLACEMENTS
 from gpipe_cli.system.interrupts import import_apart
 
 T = TypeVar("T")

@@ -3,14 +3,14 @@ the paper's Figure 2(c), and its figures. All is computed from the schedules, gi
 
 from collections.abc import Iterator, Sequence
 
-from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.dependencies import grid
-from gpipe_cli.pipeline.schedule.held import Held, live
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, build
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
-from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.reporting.run.lines import aligned, wrapped
+from gpipe_cli.schedule.breakdown import breakdown
+from gpipe_cli.schedule.dependencies import grid
+from gpipe_cli.schedule.held import Held, live
+from gpipe_cli.schedule.named_schedules import ORDERS, build
+from gpipe_cli.schedule.schedule import RECOMPUTE, Kind, Schedule
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
+from gpipe_cli.schedule.timeline import Timeline
 from gpipe_cli.units import percent, plural
 
 STAGES, MICRO_BATCHES = 3, 4
@@ -61,7 +61,7 @@ def _step(name: str, schedule: Schedule, width: int, recompute: str = "never") -
 
 
 def _auto(width: int) -> Iterator[str]:
-    from gpipe_cli.pipeline.schedule.search import Problem, find  # numpy comes with it
+    from gpipe_cli.schedule.search import Problem, find  # numpy comes with it
 
     problem = Problem(
         [COST] * STAGES, [EdgeCost(0, 0)] * (STAGES - 1), (), range(STAGES), MICRO_BATCHES, [Held(1, 0)] * STAGES,

@@ -15,7 +15,6 @@ from gpipe_cli.commands.prepare import NOT_COMPILED, prepare
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.layout import layout_of
@@ -30,6 +29,7 @@ from gpipe_cli.reporting.plots.timeline_values import predicted_view
 from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.results.files import write_result
+from gpipe_cli.schedule.schedule_file import csv_of
 from gpipe_cli.system.files import write_whole
 
 PICTURE = "timeline.png"

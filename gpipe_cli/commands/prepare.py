@@ -9,8 +9,6 @@ from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
-from gpipe_cli.pipeline.schedule.partitioner import check_balance, check_partitions
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.layout import Layout, layout_of, own_threads
@@ -18,6 +16,8 @@ from gpipe_cli.planner.machine_settings import with_memory_format, with_threads
 from gpipe_cli.planner.model_profile import ModelProfile, number_of_layers, profile_model, refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
 from gpipe_cli.planner.plan import Choice, Plan
+from gpipe_cli.schedule.named_schedules import ORDERS
+from gpipe_cli.schedule.partitioner import check_balance, check_partitions
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural

@@ -33,10 +33,10 @@ from gpipe_cli.config.typed import (
     with_type,
 )
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule import named_schedules
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
-from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
+from gpipe_cli.schedule import named_schedules
+from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
+from gpipe_cli.schedule.placement import PLACEMENTS
+from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.system.files import folders_in, read_text
 from gpipe_cli.system.gpus import devices_here
 from gpipe_cli.units import plural

@@ -15,7 +15,7 @@ from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
 from gpipe_cli.pipeline.runtime.tied_weights import Group
-from gpipe_cli.pipeline.schedule.schedule import Kind
+from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.accelerator import is_accelerator, use_device
 
 # The processes that read data may prepare it for long (learn a vocabulary, fetch a data set) while the others wait.

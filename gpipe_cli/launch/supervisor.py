@@ -17,8 +17,8 @@ from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP,
 from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
-from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
 from gpipe_cli.units import spans
 

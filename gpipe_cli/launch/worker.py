@@ -23,8 +23,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.schedule import Action, Kind
 from gpipe_cli.training.checkpoint.files import CheckpointError
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError

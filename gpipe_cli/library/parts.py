@@ -19,15 +19,15 @@ from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.models.custom import fault_of
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
-from gpipe_cli.pipeline.schedule.placement import place as schedule_placement
-from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import TracedModel
 from gpipe_cli.planner.shared_layers import keeping_together
+from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES
+from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
+from gpipe_cli.schedule.placement import place as schedule_placement
+from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.system.accelerator import TYPE, number_of_devices
 from gpipe_cli.units import plural
 

@@ -37,12 +37,12 @@ from gpipe_cli.pipeline.runtime.randomness import keeping_generators
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Objective
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
-from gpipe_cli.pipeline.schedule.named_schedules import forward_only, order
-from gpipe_cli.pipeline.schedule.partitioner import check_balance
-from gpipe_cli.pipeline.schedule.schedule import RecomputeMode, Schedule
 from gpipe_cli.planner.model_profile import TracedModel
 from gpipe_cli.planner.pipeline_spec import PipelineCut
 from gpipe_cli.planner.shared_layers import check_cut, find_read, find_shared
+from gpipe_cli.schedule.named_schedules import forward_only, order
+from gpipe_cli.schedule.partitioner import check_balance
+from gpipe_cli.schedule.schedule import RecomputeMode, Schedule
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
 from gpipe_cli.training.step import clip, norms_of, without_negative_zeros
 from gpipe_cli.units import count, plural

@@ -19,7 +19,6 @@ from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import TooLargeError, layout_of
@@ -27,6 +26,7 @@ from gpipe_cli.planner.make_plan import SHORTEST, CostsOf, fits, plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.plan import Candidate, Choice, Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 

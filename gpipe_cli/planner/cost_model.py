@@ -11,13 +11,13 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
-from gpipe_cli.pipeline.schedule.partitioner import SkipSends
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, TieCost
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, resolved
 from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import mean_micro_batch
+from gpipe_cli.schedule.partitioner import SkipSends
+from gpipe_cli.schedule.simulator import EdgeCost, TieCost
 
 
 @dataclass(frozen=True, slots=True)

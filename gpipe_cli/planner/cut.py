@@ -9,16 +9,16 @@ from typing import Any
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.models.transformer import SelfAttentionLayer
-from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
-from gpipe_cli.pipeline.schedule.schedule import Schedule, recomputes
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.planner.step_schedule import mini_batch_samples, schedule_of_file
+from gpipe_cli.schedule.lingvo_partitioner import cut_by_share, cut_stack
+from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, order
+from gpipe_cli.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
+from gpipe_cli.schedule.schedule import Schedule, recomputes
 
 
 @dataclass(frozen=True)

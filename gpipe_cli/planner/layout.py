@@ -15,10 +15,10 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
-from gpipe_cli.pipeline.schedule.placement import PlacementName, place
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
+from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
+from gpipe_cli.schedule.placement import PlacementName, place
 from gpipe_cli.system.accelerator import TYPE
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural

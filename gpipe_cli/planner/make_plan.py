@@ -7,14 +7,6 @@ from dataclasses import replace
 from gpipe_cli.config.settings import TrainConfig, one_device
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE
-from gpipe_cli.pipeline.schedule.partitioner import SkipSends
-from gpipe_cli.pipeline.schedule.placement import stages_of_devices
-from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
-from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule
-from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
 from gpipe_cli.planner.cut import Cut, best_cut
 from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
@@ -22,6 +14,14 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Candidate, Choice, Plan
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
+from gpipe_cli.schedule.breakdown import breakdown
+from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE
+from gpipe_cli.schedule.partitioner import SkipSends
+from gpipe_cli.schedule.placement import stages_of_devices
+from gpipe_cli.schedule.recomputation import DoesNotFitError
+from gpipe_cli.schedule.schedule import Kind, Recompute, Schedule
+from gpipe_cli.schedule.search import Problem, find
+from gpipe_cli.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 
 SHORTEST = "the shortest predicted step that fits"
 _SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones

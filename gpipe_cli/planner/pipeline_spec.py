@@ -14,7 +14,6 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.routes import inputs_of, outputs_of, routes
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, stages_of
-from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import computes_in
 from gpipe_cli.planner.layout import Layout
@@ -22,6 +21,7 @@ from gpipe_cli.planner.make_plan import plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.schedule.schedule import Recompute, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

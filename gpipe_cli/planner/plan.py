@@ -16,12 +16,6 @@ from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import Route, routes
-from gpipe_cli.pipeline.schedule.breakdown import Breakdown
-from gpipe_cli.pipeline.schedule.dependencies import grid
-from gpipe_cli.pipeline.schedule.placement import name_of
-from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
-from gpipe_cli.pipeline.schedule.simulator import StageCost, ideal_bubble
-from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cut import Cut
 from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
@@ -29,6 +23,12 @@ from gpipe_cli.planner.layout import TooLargeError
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
+from gpipe_cli.schedule.breakdown import Breakdown
+from gpipe_cli.schedule.dependencies import grid
+from gpipe_cli.schedule.placement import name_of
+from gpipe_cli.schedule.schedule import Recompute, Schedule
+from gpipe_cli.schedule.simulator import StageCost, ideal_bubble
+from gpipe_cli.schedule.timeline import Timeline
 
 PLAN = "plan.json"
 _GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid is unreadable

@@ -11,11 +11,6 @@ from typing import Any
 
 from gpipe_cli.models.skips import Skip
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.schedule.held import Held
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, name_of, place
-from gpipe_cli.pipeline.schedule.schedule import Schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.cut import bounds_of, sends_of, work_of
 from gpipe_cli.planner.layout import placement_of
@@ -24,6 +19,11 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.shared_layers import keeping_together
 from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
+from gpipe_cli.schedule.held import Held
+from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
+from gpipe_cli.schedule.placement import PLACEMENTS, name_of, place
+from gpipe_cli.schedule.schedule import Schedule
+from gpipe_cli.schedule.simulator import EdgeCost
 from gpipe_cli.system.machine import usable_cores
 
 SimulationData = dict[str, Any]

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Layers
 from gpipe_cli.pipeline.runtime.routes import routes
-from gpipe_cli.pipeline.schedule.held import Held, Waiting, live, peak_bytes, peak_waiting, peaks_of_devices
-from gpipe_cli.pipeline.schedule.placement import stages_of_devices
-from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs
 from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile, TiedWeight
 from gpipe_cli.planner.step_schedule import unchecked_schedule
+from gpipe_cli.schedule.held import Held, Waiting, live, peak_bytes, peak_waiting, peaks_of_devices
+from gpipe_cli.schedule.placement import stages_of_devices
+from gpipe_cli.schedule.recomputation import fewest_recomputations
+from gpipe_cli.schedule.schedule import Action, Recompute, Schedule
 
 Whole = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)

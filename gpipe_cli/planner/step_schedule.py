@@ -5,9 +5,9 @@ from functools import lru_cache
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
-from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule, with_recomputation
-from gpipe_cli.pipeline.schedule.schedule_file import read_placement, read_schedule
+from gpipe_cli.schedule.dependencies import ScheduleError, check
+from gpipe_cli.schedule.schedule import Recompute, Schedule, with_recomputation
+from gpipe_cli.schedule.schedule_file import read_placement, read_schedule
 
 
 def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:

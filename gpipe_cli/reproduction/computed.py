@@ -13,11 +13,6 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, order
-from gpipe_cli.pipeline.schedule.placement import place
-from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.reporting.compare.run_record import read_run, same_curves
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reproduction.largest_model import largest_model
@@ -25,6 +20,11 @@ from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors, te
 from gpipe_cli.reproduction.published import published
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner
 from gpipe_cli.results.measures import MEASURES, TRAIN_LOSS
+from gpipe_cli.schedule.dependencies import linearize
+from gpipe_cli.schedule.named_schedules import ORDERS, order
+from gpipe_cli.schedule.placement import place
+from gpipe_cli.schedule.schedule import Kind, Schedule
+from gpipe_cli.schedule.simulator import StageCost, simulate
 from gpipe_cli.system.forked_call import in_forks
 from gpipe_cli.units import plural, size
 

@@ -30,9 +30,9 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.schedule.named_schedules import forward_only
-from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.named_schedules import forward_only
+from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.system.accelerator import to_device, to_host
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import MiniBatch, Reading

@@ -25,8 +25,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import probing
 from gpipe_cli.pipeline.runtime.module_state import putting_back
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators
-from gpipe_cli.pipeline.schedule.named_schedules import build
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.system.accelerator import device_name
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training import events

@@ -25,8 +25,8 @@ from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.pipeline.schedule.named_schedules import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.schedule.named_schedules import forward_only
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Translation, TranslationScores

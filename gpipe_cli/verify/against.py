@@ -37,9 +37,9 @@ from gpipe_cli.distributed.process_groups import ProcessGroups, new_group
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.tied_weights import trained_parameters
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.schedule import Action, Kind
 from gpipe_cli.system.accelerator import is_accelerator, wait_for_device
 from gpipe_cli.system.process_memory import peak_memory_bytes
 from gpipe_cli.training.data_feed import Data, MiniBatch

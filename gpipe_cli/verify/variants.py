@@ -35,9 +35,9 @@ from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.system.accelerator import generators
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine

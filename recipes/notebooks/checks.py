@@ -10,15 +10,15 @@ from typing import Any
 from commands import gpipe, new
 from commands import plan as plan_now
 
-from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, clock, grid
-from gpipe_cli.pipeline.schedule.held import live
-from gpipe_cli.pipeline.schedule.named_schedules import order
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
-from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
-from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
-from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.schedule.breakdown import breakdown
+from gpipe_cli.schedule.dependencies import ScheduleError, clock, grid
+from gpipe_cli.schedule.held import live
+from gpipe_cli.schedule.named_schedules import order
+from gpipe_cli.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.schedule.schedule_file import read_schedule
+from gpipe_cli.schedule.simulator import StageCost, simulate
+from gpipe_cli.schedule.timeline import Timeline
 
 plan = lru_cache(plan_now)  # an answer may be checked often; no plan here reads a file that the reader changes
 

@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.named_schedules import build
+from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.training.events import TrainingReady
 from gpipe_cli.verify.variants import Variant, within
 

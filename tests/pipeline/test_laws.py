@@ -31,8 +31,8 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, find_ties, share_memory, trained_parameters
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
+from gpipe_cli.schedule.named_schedules import SCHEDULES, build
+from gpipe_cli.schedule.schedule import RECOMPUTE
 
 # of the six layers: the first two; one in the middle; batch norms inside layers and weights, but no whole layer
 FROZEN = {

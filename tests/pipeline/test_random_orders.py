@@ -20,9 +20,9 @@ from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, linearize
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.schedule.dependencies import ScheduleError, check, linearize
+from gpipe_cli.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
 
 ORDERS = list(random_orders(100, seed=0))
 LAYERS, WIDTH, SAMPLES = 8, 4, 3  # samples of a micro-batch

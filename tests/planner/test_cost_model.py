@@ -10,7 +10,6 @@ from training_runs import configure
 
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import show
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import (
     LayerSeconds,
     LayerTimes,
@@ -25,6 +24,7 @@ from gpipe_cli.planner.device_rates import (
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.schedule.simulator import EdgeCost
 
 
 def by_rates(profile: ModelProfile, rates: DeviceRates, partitions: int = 1) -> StepCosts:

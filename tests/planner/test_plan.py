@@ -6,14 +6,14 @@ import pytest
 from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
-from gpipe_cli.pipeline.schedule.schedule import Kind
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import placed
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.schedule.schedule import Kind
+from gpipe_cli.schedule.simulator import EdgeCost
 
 MIB = 2**20
 

@@ -16,8 +16,8 @@ from training_runs import TINY, configure, spec_of, train_here
 from gpipe_cli.commands.check_run import _Check
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.planner.shared_layers import Shared, check_cut, find_shared, keeping_together
+from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.training.checkpoint.files import find_checkpoint
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.engine import WorkerProcess

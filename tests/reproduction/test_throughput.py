@@ -12,9 +12,9 @@ from recipe_runs import answering, column, experiment
 
 from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import runner
 from gpipe_cli.reproduction.experiment import Experiment, TableSpec
+from gpipe_cli.schedule.simulator import ideal_bubble
 
 ROWS = tuple({"partitions": k, "micro_batches": m, "paper": 1.5} for k in (2, 4) for m in (1, 4))
 CPU = "device=cpu"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.schedule.held import Held
+from gpipe_cli.schedule.held import Held
 
 Layers: TypeAlias = int | NDArray[np.int64]  # a layer's number, or an array of them
 

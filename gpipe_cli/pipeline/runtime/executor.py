@@ -16,8 +16,8 @@ from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
-from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
-from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
+from gpipe_cli.schedule.dependencies import linearize_retained
+from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
 
 OnAction: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 """Called before each action, with the action, the samples of its micro-batch and the lengths of the sentences."""

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.schedule.schedule import Kind
+from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.accelerator import is_accelerator
 
 Edge: TypeAlias = tuple[Kind, int, int]

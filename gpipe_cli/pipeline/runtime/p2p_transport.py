@@ -19,8 +19,8 @@ from gpipe_cli.pipeline.runtime.link import Edge, Links, Work, await_first, wait
 from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, waiting_for_peers
-from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
+from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, on_stream
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.schedule.schedule import Schedule
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
+from gpipe_cli.schedule.schedule import Schedule
+from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, new_timer
 
 Mark: TypeAlias = Any  # seconds (float) on the host, an event on a GPU; read by the clock that made it

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, OptionalTensors
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)

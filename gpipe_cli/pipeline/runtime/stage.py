@@ -43,7 +43,7 @@ from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
 from gpipe_cli.pipeline.runtime.stage_graphs import GraphKind, GraphMaker, Slot, StageGraphs
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain
+from gpipe_cli.schedule.schedule import Action, Kind, Retain
 
 
 class Objective(Protocol):

@@ -13,7 +13,7 @@ import torch
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors
 from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
-from gpipe_cli.pipeline.schedule.schedule import Action, Schedule
+from gpipe_cli.schedule.schedule import Action, Schedule
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, keep_for, new_stream, on_stream
 
 

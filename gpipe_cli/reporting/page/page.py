@@ -1,7 +1,7 @@
 """pipeline.html: one self-contained file, assembled from the parts in this folder, so that it can be sent and archived.
 
 Measured steps are drawn beside simulated ones. The page itself simulates, from the data of
-`planner/simulation_data.py` and by the rules of `pipeline/schedule/`; a test checks that both give the same results.
+`planner/simulation_data.py` and by the rules of `schedule/`; a test checks that both give the same results.
 """
 
 import base64
@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from gpipe_cli.pipeline.schedule.held import HOLDS
 from gpipe_cli.reporting.plots.palette import colour
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, StepPicture, TimelineView
+from gpipe_cli.schedule.held import HOLDS
 from gpipe_cli.system.files import write_whole
 
 PAGE = "pipeline.html"

@@ -1,5 +1,5 @@
 // The schedule of a step as data: rows of actions {kind, stage, micro_batch}, one row per device or stage. The same
-// rules as in pipeline/schedule/{schedule,placement,named_schedules,dependencies,recomputation}.py, where they are
+// rules as in schedule/{schedule,placement,named_schedules,dependencies,recomputation}.py, where they are
 // explained; a test in a browser holds the two against each other.
 
 const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]; // of others the page has the order of the plan

@@ -1,4 +1,4 @@
-// What a schedule takes, by the same rules as pipeline/schedule/{simulator,breakdown}.py: seconds of each action, idle
+// What a schedule takes, by the same rules as schedule/{simulator,breakdown}.py: seconds of each action, idle
 // time and its causes, and the bytes held.
 
 /** When each action runs. `stages`: {forward, graph, backward, inputs, weights, update, sum} seconds of each; `edges`:

@@ -13,9 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.pipeline.schedule.schedule import Schedule
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
 from gpipe_cli.reporting.plots.timeline_values import TimelineView
+from gpipe_cli.schedule.schedule import Schedule
+from gpipe_cli.schedule.timeline import Event, EventKind, Span
 from gpipe_cli.system.files import write_whole
 
 TRACE = "timeline_trace.json"

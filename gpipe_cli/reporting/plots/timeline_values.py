@@ -6,7 +6,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline
+from gpipe_cli.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
 if TYPE_CHECKING:  # the module imports torch, which takes seconds; tables of runs do not need it

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TEXT_TASKS, Task, TrainConfig
-from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
+from gpipe_cli.schedule.simulator import ideal_bubble
 from gpipe_cli.training.events import Scores, TrainingReady
 
 if TYPE_CHECKING:  # these modules import torch, which takes seconds; tables of runs do not need it

@@ -7,11 +7,11 @@ from functools import partial
 
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
-from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView, predicted_view
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.median_step import MedianStep
+from gpipe_cli.schedule.breakdown import Breakdown, breakdown
+from gpipe_cli.schedule.timeline import Timeline
 from gpipe_cli.training.events import StepDone, StepRecorded
 
 _FIRST_DRAWN = 5  # counted steps after which the first picture is drawn, before the first epoch ends

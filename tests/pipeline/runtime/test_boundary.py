@@ -13,7 +13,7 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout, layou
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.named_schedules import build
+from gpipe_cli.schedule.named_schedules import build
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -15,8 +15,8 @@ from random_orders import random_orders
 from gpipe_cli.pipeline.runtime import replicas as module
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule
+from gpipe_cli.schedule.named_schedules import SCHEDULES, build, forward_only
+from gpipe_cli.schedule.schedule import RECOMPUTE, Schedule
 
 
 class Group:

@@ -17,7 +17,7 @@ from gpipe_cli.pipeline.runtime import deferred_weights
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, in_layout
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedule import Retain
+from gpipe_cli.schedule.schedule import Retain
 
 IMAGES = (BoundaryTensor((0, 8, 9, 9), (1, 0, 0, 0), torch.float32, True),)
 SENTENCES = (BoundaryTensor((0, 5, 8), (1, 0, 0), torch.float32, True),)

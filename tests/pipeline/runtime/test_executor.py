@@ -11,8 +11,8 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.named_schedules import build
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
+from gpipe_cli.schedule.named_schedules import build
+from gpipe_cli.schedule.schedule import Action, Kind
 
 FEATURES = (BoundaryTensor((0, 6), (1, 0), torch.float32, True),)
 SIZES = (3, 2, 2)

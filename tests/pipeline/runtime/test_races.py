@@ -30,9 +30,9 @@ from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.routes import Boundaries, routes
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, find_ties, stages_of, trained_parameters
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule import prefetched_receives
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.schedule import prefetched_receives
+from gpipe_cli.schedule.named_schedules import SCHEDULES, build, forward_only
+from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.system.accelerator import to_device, to_host
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
 from gpipe_cli.training.step import clip, norms_of

@@ -14,9 +14,9 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.named_schedules import build
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
+from gpipe_cli.schedule.named_schedules import build
+from gpipe_cli.schedule.schedule import Action, Kind
+from gpipe_cli.schedule.timeline import Event, EventKind, Span
 
 
 def executor(partitions: int) -> Executor:

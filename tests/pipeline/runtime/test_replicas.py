@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.named_schedules import build
+from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.training.step import _refuse_different
 
 

@@ -19,8 +19,8 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Retain
+from gpipe_cli.schedule.named_schedules import SCHEDULES
+from gpipe_cli.schedule.schedule import RECOMPUTE, Retain
 
 WAYS = covering(
     name=tuple(SAMPLES),

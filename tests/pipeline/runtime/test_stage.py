@@ -7,7 +7,7 @@ from torch import nn
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedule import Retain
+from gpipe_cli.schedule.schedule import Retain
 
 FEATURES = BoundaryTensor((0, 3, 4, 4), (1, 0, 0, 0), torch.float32, True)
 MASK = BoundaryTensor((0,), (1,), torch.int64, False)

@@ -14,14 +14,6 @@ from plan_runs import EVEN, HOURGLASS, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
-from gpipe_cli.pipeline.schedule.held import Held, bytes_held, peak_waiting
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, order
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
-from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.planner.cost_model import LayerTimes, predicted_costs
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.make_plan import baseline_of, make_plan
@@ -29,6 +21,14 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
+from gpipe_cli.schedule.breakdown import breakdown
+from gpipe_cli.schedule.dependencies import ScheduleError, check
+from gpipe_cli.schedule.held import Held, bytes_held, peak_waiting
+from gpipe_cli.schedule.named_schedules import ORDERS, order
+from gpipe_cli.schedule.placement import PLACEMENTS, place
+from gpipe_cli.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
+from gpipe_cli.schedule.schedule_file import read_schedule
+from gpipe_cli.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.system.machine import usable_cores
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from browser import NEEDED, opened_page
 from plan_runs import EVEN, plan_of, traced
 from training_runs import configure
 
-from gpipe_cli.pipeline.schedule.named_schedules import build
-from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView
+from gpipe_cli.schedule.named_schedules import build
+from gpipe_cli.schedule.schedule_file import read_schedule
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

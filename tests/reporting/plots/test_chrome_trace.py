@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.named_schedules import build
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.reporting.plots import chrome_trace
 from gpipe_cli.reporting.plots.timeline_values import TimelineView
+from gpipe_cli.schedule.named_schedules import build
+from gpipe_cli.schedule.schedule import Action, Kind
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline
 
 Trace = list[dict[str, Any]]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import add, mul
 from typing import NamedTuple
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize, performed
-from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.schedule.dependencies import linearize, performed
+from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule, stage_retained
 
 
 class Held(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule, stage_retained
 
 
 class ScheduleError(InputError):

@@ -8,9 +8,9 @@ import pytest
 from schedule_runs import build, parse
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.dependencies import check, linearize
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.schedule.dependencies import check, linearize
+from gpipe_cli.schedule.named_schedules import SCHEDULES
+from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 
 
 def test_linearize_is_an_order_in_which_one_process_can_run_everything() -> None:

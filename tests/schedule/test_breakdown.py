@@ -7,10 +7,10 @@ from dataclasses import astuple
 import pytest
 from schedule_runs import build
 
-from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.schedule.breakdown import Breakdown, breakdown
+from gpipe_cli.schedule.named_schedules import SCHEDULES
+from gpipe_cli.schedule.schedule import RECOMPUTE
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
 
 SHAPES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 9)))
 

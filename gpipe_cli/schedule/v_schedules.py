@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, actions, whole_backwards
+from gpipe_cli.schedule.schedule import Action, Kind, actions, whole_backwards
 
 _PERIOD = 6  # ticks from a micro-batch to the next: F, I and W on each of a device's two stages
 

@@ -6,9 +6,9 @@ import re
 import pytest
 from schedule_runs import build
 
-from gpipe_cli.pipeline.schedule.dependencies import check, grid
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES
-from gpipe_cli.pipeline.schedule.schedule import (
+from gpipe_cli.schedule.dependencies import check, grid
+from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES
+from gpipe_cli.schedule.schedule import (
     RECOMPUTE,
     RETURNS,
     Kind,

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, order
-from gpipe_cli.pipeline.schedule.placement import place
-from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
-from gpipe_cli.pipeline.schedule.v_schedules import v_half_graphs, v_min_graphs, zbv_graphs
+from gpipe_cli.schedule.named_schedules import ORDERS, order
+from gpipe_cli.schedule.placement import place
+from gpipe_cli.schedule.schedule import Kind, Schedule
+from gpipe_cli.schedule.simulator import StageCost, simulate
+from gpipe_cli.schedule.v_schedules import v_half_graphs, v_min_graphs, zbv_graphs
 
 GRAPHS = {"zbv": zbv_graphs, "v_half": v_half_graphs, "v_min": v_min_graphs}
 # Ticks of a device without work, and the most graphs of half a device's layers that one holds from F to W. A row per

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 from schedule_runs import build
 
-from gpipe_cli.pipeline.schedule import held
-from gpipe_cli.pipeline.schedule.held import Held
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
-from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedule import Schedule, backward_follows_forward
+from gpipe_cli.schedule import held
+from gpipe_cli.schedule.held import Held
+from gpipe_cli.schedule.named_schedules import SCHEDULES
+from gpipe_cli.schedule.recomputation import DoesNotFitError, fewest_recomputations
+from gpipe_cli.schedule.schedule import Schedule, backward_follows_forward
 
 SHAPES = [*itertools.product((1, 3), (1, 2, 4)), (4, 4)]
 SIZES = [Held(10, 1, 2, 4), Held(7, 3, 0, 1), Held(5, 5, 3, 6)]  # the last one: more between I and W than before

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.dependencies import check
-from gpipe_cli.pipeline.schedule.held import Held, peaks_of_devices
-from gpipe_cli.pipeline.schedule.named_schedules import order
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule, with_recomputation
-from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.schedule.dependencies import check
+from gpipe_cli.schedule.held import Held, peaks_of_devices
+from gpipe_cli.schedule.named_schedules import order
+from gpipe_cli.schedule.schedule import RECOMPUTE, Kind, Schedule, with_recomputation
+from gpipe_cli.schedule.search import Problem, find
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
 
 TICK = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)
 

@@ -17,11 +17,11 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import product
 
-from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peaks_of_devices
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
-from gpipe_cli.pipeline.schedule.placement import name_of
-from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedule import (
+from gpipe_cli.schedule.held import Held, changed_bytes, peaks_of_devices
+from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES, order
+from gpipe_cli.schedule.placement import name_of
+from gpipe_cli.schedule.recomputation import DoesNotFitError, fewest_recomputations
+from gpipe_cli.schedule.schedule import (
     RETURNS,
     Action,
     Kind,
@@ -32,8 +32,8 @@ from gpipe_cli.pipeline.schedule.schedule import (
     whole_backwards,
     with_recomputation,
 )
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
-from gpipe_cli.pipeline.schedule.timeline import Timeline
+from gpipe_cli.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
+from gpipe_cli.schedule.timeline import Timeline
 
 _AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later candidate is faster by more
 _MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most

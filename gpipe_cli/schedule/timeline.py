@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpipe_cli.pipeline.schedule.schedule import Action
+from gpipe_cli.schedule.schedule import Action
 
 
 class Span(NamedTuple):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.placement import place
+from gpipe_cli.schedule.placement import place
 
 
 @pytest.mark.parametrize(

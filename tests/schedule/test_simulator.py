@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 from schedule_runs import build
 
-from gpipe_cli.pipeline.schedule import named_schedules
-from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.held import Held, live, peak_bytes, peaks_of_devices
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
+from gpipe_cli.schedule import named_schedules
+from gpipe_cli.schedule.breakdown import breakdown
+from gpipe_cli.schedule.dependencies import linearize
+from gpipe_cli.schedule.held import Held, live, peak_bytes, peaks_of_devices
+from gpipe_cli.schedule.named_schedules import SCHEDULES, forward_only
+from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
+from gpipe_cli.schedule.timeline import Event, EventKind
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 5, 8, 13)))
 COSTS = [(1, 2), (2, 1), (3, 7)]  # (forward, backward)

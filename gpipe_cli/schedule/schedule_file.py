@@ -19,8 +19,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
-from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, clock, linearize
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.schedule.dependencies import ScheduleError, check, clock, linearize
+from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.system.files import read_text
 
 T = TypeVar("T")

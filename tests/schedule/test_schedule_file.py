@@ -14,10 +14,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, linearize
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule
-from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_placement, read_schedule
+from gpipe_cli.schedule.dependencies import ScheduleError, check, linearize
+from gpipe_cli.schedule.named_schedules import SCHEDULES
+from gpipe_cli.schedule.schedule import RECOMPUTE, Kind, Schedule
+from gpipe_cli.schedule.schedule_file import csv_of, read_placement, read_schedule
 
 
 def read(file: Path, partitions: int, micro_batches: int) -> Schedule:

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from random_orders import random_orders
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.prefetched_receives import prefetched_receives
-from gpipe_cli.pipeline.schedule.schedule import Kind
+from gpipe_cli.schedule.dependencies import linearize
+from gpipe_cli.schedule.prefetched_receives import prefetched_receives
+from gpipe_cli.schedule.schedule import Kind
 
 
 @pytest.mark.parametrize("early", [False, True])

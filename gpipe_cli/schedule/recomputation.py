@@ -14,10 +14,10 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.dependencies import performed
-from gpipe_cli.pipeline.schedule.held import Held, changed_bytes
-from gpipe_cli.pipeline.schedule.placement import stages_of_devices
-from gpipe_cli.pipeline.schedule.schedule import (
+from gpipe_cli.schedule.dependencies import performed
+from gpipe_cli.schedule.held import Held, changed_bytes
+from gpipe_cli.schedule.placement import stages_of_devices
+from gpipe_cli.schedule.schedule import (
     RETURNS,
     Action,
     Kind,

@@ -20,8 +20,8 @@ of them computes the others are not idle.
 
 from dataclasses import dataclass
 
-from gpipe_cli.pipeline.schedule.schedule import Kind
-from gpipe_cli.pipeline.schedule.timeline import EventKind, Timeline
+from gpipe_cli.schedule.schedule import Kind
+from gpipe_cli.schedule.timeline import EventKind, Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
-from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
+from gpipe_cli.schedule.dependencies import linearize_retained
+from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
 
 _Edge = tuple[Kind, int, int]  # as in `runtime/link.py`
 

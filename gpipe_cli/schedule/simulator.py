@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize, performed
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
+from gpipe_cli.schedule.dependencies import linearize, performed
+from gpipe_cli.schedule.schedule import Action, Kind, Retain, Schedule
+from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 
 @dataclass(frozen=True, slots=True)

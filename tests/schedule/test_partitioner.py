@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, partition
+from gpipe_cli.schedule.lingvo_partitioner import cut_by_share, cut_stack
+from gpipe_cli.schedule.partitioner import NoCutFitsError, check_balance, partition
 
 
 def quality(

@@ -13,8 +13,8 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import chain, pairwise, repeat
 
-from gpipe_cli.pipeline.schedule.placement import PlacementName, place
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, actions, with_recomputation
+from gpipe_cli.schedule.placement import PlacementName, place
+from gpipe_cli.schedule.schedule import Action, Kind, Recompute, Schedule, actions, with_recomputation
 
 Rows = Iterable[list[Action]]
 PlaceActions = Callable[[int, int, int], Rows]  # (K partitions, M micro-batches, P devices) -> rows
@@ -54,7 +54,7 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
             raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
     if name not in ORDERS:
         raise ValueError(f"schedule={name}: unknown; use one of {', '.join(ORDERS)}")
-    place_actions: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
+    place_actions: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.schedule.{name}").rows
     return Schedule(map(tuple, place_actions(partitions, micro_batches, devices or ORDERS[name].devices(partitions))))
 
 
@@ -124,7 +124,7 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
 
 def _v(name: str) -> PlaceActions:
     """The function `name` of v_schedules.py, which is imported when it is first called: numpy comes with it."""
-    return lambda *sizes: getattr(import_module("gpipe_cli.pipeline.schedule.v_schedules"), name)(*sizes)
+    return lambda *sizes: getattr(import_module("gpipe_cli.schedule.v_schedules"), name)(*sizes)
 
 
 @dataclass(frozen=True)
