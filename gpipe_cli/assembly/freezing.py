@@ -10,9 +10,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model
+from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, ImagesConfig
 from gpipe_cli.config.settings import TAKEN, TrainConfig
-from gpipe_cli.config.typed import RefusedError, nearest
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 

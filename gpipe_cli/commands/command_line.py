@@ -18,17 +18,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from gpipe_cli.config.comments import GROUPS, of_choices
+from gpipe_cli.config.did_you_mean import CHOICES_ELSEWHERE, ELSEWHERE, nearest
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.config.typed import (
-    CHOICES_ELSEWHERE,
-    ELSEWHERE,
-    RefusedError,
-    SettingError,
-    nearest,
-    one_line,
-    quoted,
-    shortened,
-)
+from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, shortened
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_list import timm_models
 

@@ -32,6 +32,7 @@ from yaml import YAMLError
 
 from gpipe_cli.commands.command_line import CommandLine, parsed_settings, translated
 from gpipe_cli.config.comments import FOLDER, GROUPS
+from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.settings import (
     AUTO,
     AUTO_BATCH,
@@ -43,7 +44,7 @@ from gpipe_cli.config.settings import (
     owner,
     replaced_batch,
 )
-from gpipe_cli.config.typed import RefusedError, SettingError, nearest, one_line, quoted, settings, unknown, with_type
+from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.step_schedule import refuse_files
 from gpipe_cli.schedule.placement import PLACEMENTS

@@ -1,6 +1,6 @@
 """`gpipe help TOPIC`: explains a setting, a choice, a word, a measure or a recipe, and draws pictures of schedules;
 `gpipe help -k WORD` finds topics. All texts come from `conf/`, the glossary, the recipes, `results.measures`
-and `commands.names`; none is written for it alone."""
+and `commands.command_names`; none is written for it alone."""
 
 import re
 import sys
@@ -14,11 +14,12 @@ from functools import cache
 from rich.console import Console
 
 from gpipe_cli.commands import list as lists
+from gpipe_cli.commands.command_names import COMMANDS
 from gpipe_cli.commands.help_pictures import drawn
-from gpipe_cli.commands.names import COMMANDS
 from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
+from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.settings import SCHEDULES, TrainConfig
-from gpipe_cli.config.typed import choices, nearest
+from gpipe_cli.config.typed import choices
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reproduction.recipe import load, names

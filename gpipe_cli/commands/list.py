@@ -10,9 +10,10 @@ from rich.console import Console
 
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.comments import all_settings, of_choices
+from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import IMAGES
 from gpipe_cli.config.settings import CONFIG, load_hardware
-from gpipe_cli.config.typed import nearest, show
+from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_list import chains
 from gpipe_cli.reporting.compare.run_record import find_runs

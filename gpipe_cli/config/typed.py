@@ -9,10 +9,10 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from difflib import SequenceMatcher
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest
 from gpipe_cli.errors import InputError
 
 T = TypeVar("T")
@@ -38,19 +38,6 @@ Count = Annotated[int, Within(1, 10**9)]
 Share = Annotated[float, Within(0, 1, below=True, use=0)]  # a fraction, 0 to below 1
 Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
 NotNegative = Annotated[float, Within(0, LARGEST)]
-
-
-# Name of a setting in other programs -> ours, where they are too different for `nearest`.
-ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
-# Pattern of GROUP=NAME in other programs -> how it is written here, {} standing for the name.
-CHOICES_ELSEWHERE = {
-    "optimizer=adamw": "optimizer=adam optimizer.decoupled=true",
-    **{f"model=resnet{depth}": f"model=resnet model.depth={depth}" for depth in (18, 34, 50, 101, 152)},
-    **dict.fromkeys(
-        (f"model={family}*" for family in ("gpt2", "llama", "mistral", "qwen", "gemma", "bert", "t5", "flan-t5")),
-        "model=hf model.name={}",
-    ),
-}
 
 
 class NothingFitsError(InputError):
@@ -104,23 +91,6 @@ def choices(kind: type, key: str) -> list[str]:
         elif option is bool:
             words += ["true", "false"]
     return list(dict.fromkeys(words))
-
-
-def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
-    """`; did you mean model.filters?` for `filters`; "" if no choice is more similar than `least` (1: equal)."""
-    typed_last = key.rpartition(".")[2]
-
-    def likeness(choice: str) -> float:
-        # The last part is also compared alone; of equally similar names the least nested wins.
-        last = choice.rpartition(".")[2]
-        initials = "".join(word[:1] for word in last.split("_")) if "_" in last else None
-        ratios = [SequenceMatcher(None, *pair).ratio() for pair in ((key, choice), (typed_last, last))]
-        if typed_last == initials or (len(typed_last) > 2 and last.startswith(typed_last)):  # bs, batch: batch_size
-            ratios.append(0.9)
-        return max(ratios) - 0.001 * choice.count(".")
-
-    best = max(choices, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > least else ""
 
 
 def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import LoraConfig
-from gpipe_cli.config.typed import RefusedError, nearest, one_line
+from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.models.hugging_face_layers import (
     Block,
     ClassifierHead,

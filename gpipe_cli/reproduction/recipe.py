@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.settings import key_of, load_recipe, owner
-from gpipe_cli.config.typed import RefusedError, nearest, show, typed
+from gpipe_cli.config.typed import RefusedError, show, typed
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.experiment import Experiment
