@@ -43,7 +43,7 @@ def run() -> NoReturn:
         os.environ["PYTHONUTF8"] = "1"  # for all processes: names of files are UTF-8 in any locale
         os.execv(sys.executable, sys.orig_argv)
     code = main()
-    waited_for = any(not one.daemon for one in threading.enumerate() if one is not threading.main_thread())
+    waited_for = any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
     if "torch" not in sys.modules or waited_for or "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()

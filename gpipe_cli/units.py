@@ -76,8 +76,8 @@ def rate(per_second: float | None) -> str:
 def spans(numbers: Iterable[int], to: str) -> list[str]:
     """Ascending numbers, with three or more in sequence joined by `to`: `1 to 4`, `7`, `9`, `10`."""
     groups = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    found = [[number for _, number in group] for _, group in groups]
-    return [part for span in found for part in ([f"{span[0]}{to}{span[-1]}"] if len(span) > 2 else map(str, span))]
+    runs = [[number for _, number in group] for _, group in groups]
+    return [part for span in runs for part in ([f"{span[0]}{to}{span[-1]}"] if len(span) > 2 else map(str, span))]
 
 
 def plural(number: int, noun: str) -> str:

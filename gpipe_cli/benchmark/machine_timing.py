@@ -84,8 +84,9 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
             return json.dumps(times and asdict(times))
 
         text = decide() if layout.started is None else decided_by_first(key, decide)
-        found = json.loads(text)
-        _known[key] = found and LayerTimes(**found | {key: tuple(found[key]) for key in ("samples", "all_threads")})
+        decided = json.loads(text)
+        pairs = {name: tuple(decided[name]) for name in ("samples", "all_threads")} if decided else {}
+        _known[key] = decided and LayerTimes(**decided | pairs)
     times = _known[key]
     if times is None:
         return None
@@ -107,34 +108,34 @@ def _times_of_machine(
         return None
     facts = facts | _machine_facts(layout) | {"version": _VERSION, "samples": samples}
     file = _folder() / "costs" / f"{digest_of('layer seconds', facts)}.json"
-    found = None if config.cost == "measured_anew" else _remembered(file)
-    if found is None:
+    timed = None if config.cost == "measured_anew" else _remembered(file)
+    if timed is None:
         line = f"timing {plural(len(profile.costs), 'layer')} on this machine, to cut them evenly"
         if not phase(line):
             log(f"{line} ...")
         try:
-            found = asdict(_time(config, profile, layout, samples))
+            timed = asdict(_time(config, profile, layout, samples))
         except (InputError, OSError) as error:  # a machine that cannot be timed may still train
             log(f"the layers cannot be timed ({one_line(error)}); predicting by a data sheet")
             return None
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([found, digest_of("what was timed", found)]))
+            write_whole(file, json.dumps([timed, digest_of("what was timed", timed)]))
         except OSError as error:
             log(f"not remembered for the next time: {one_line(error)}")
     sheet = rates_of_sheet(resolved(config.hardware, devices), 1)  # for a link that was not timed
     latency, per_byte = sheet.link_seconds, sheet.link_byte_seconds
-    if found["link"] is not None and layout.processes == layout.processes_here:
-        latency, per_byte = found["link"][0], 1 / found["link"][1]
+    if timed["link"] is not None and layout.processes == layout.processes_here:
+        latency, per_byte = timed["link"][0], 1 / timed["link"][1]
     least, most = samples
     return LayerTimes(
         samples,
-        found["seconds"],
-        found["updates"],
-        found["set_up"],
-        found["slowdown"],
+        timed["seconds"],
+        timed["updates"],
+        timed["set_up"],
+        timed["slowdown"],
         facts["processes"],
-        (usable_cores(), found["faster"]) if layout.on_cpu else (layout.threads, 1.0),
+        (usable_cores(), timed["faster"]) if layout.on_cpu else (layout.threads, 1.0),
         latency,
         per_byte,
         source=f"layers timed on this machine, {least} and {plural(most, 'sample')} at a time",
@@ -183,31 +184,32 @@ def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[
 def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: tuple[int, int]) -> Timed:
     """What the workers report (`layer_benchmark.measure`), for the slowest kind of GPU, as a step waits for all GPUs.
     Raises InputError if a worker fails."""
-    one = replace(
+    single_run = replace(
         config,
         partitions=_processes(profile, layout), replicas=1, executor="auto" if layout.processes > 1 else "in_process",
         stages_per_process=None, placement=None, micro_batches=1, schedule="gpipe", recompute="never",
         partition=PartitionConfig(None), threads=layout.threads, compile=False,
         hardware=replace(config.hardware, memory_gib=None),
     )  # fmt: skip
-    spec = make_pipeline_spec(one, profile)
+    spec = make_pipeline_spec(single_run, profile)
 
     def cut(balance: tuple[int, ...]) -> PipelineSpec:
-        partition = one.partition.by_hand(balance)
+        partition = single_run.partition.by_hand(balance)
         return make_pipeline_spec(
-            replace(one, partitions=len(balance), partition=partition, executor="in_process"), profile
+            replace(single_run, partitions=len(balance), partition=partition, executor="in_process"), profile
         )
 
     segments = cut(_segments(profile, samples[1], _bytes_for_layers(config, layout)))
     layers = cut((1,) * len(profile.costs)) if _replays(config, profile, layout) else None
     most_threads = usable_cores() if layout.on_cpu else layout.threads
-    timing = Timing(one, segments, layers, samples, _SECONDS, profile.splits, most_threads)
-    found: list[object] = []
+    timing = Timing(single_run, segments, layers, samples, _SECONDS, profile.splits, most_threads)
+    messages: list[object] = []
     for placed in _each_kind_first(spec):
-        failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, found.append)
+        failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, messages.append)
         if failure is not None:
             raise InputError(failure.text)
-    return max((one for one in found if isinstance(one, Timed)), key=lambda one: sum(map(sum, one.seconds[1])))
+    timed = [message for message in messages if isinstance(message, Timed)]
+    return max(timed, key=lambda times: sum(map(sum, times.seconds[1])))
 
 
 def _each_kind_first(spec: PipelineSpec) -> Iterator[PipelineSpec]:
@@ -216,7 +218,7 @@ def _each_kind_first(spec: PipelineSpec) -> Iterator[PipelineSpec]:
     first, kinds = devices[0], {gpu_of(device): device for device in reversed(devices)}
     for device in reversed(kinds.values()):
         swapped = {first: device, device: first}
-        yield spec.on((tuple(swapped.get(one, one) for one in devices),))
+        yield spec.on((tuple(swapped.get(device_name, device_name) for device_name in devices),))
 
 
 def _segments(profile: ModelProfile, samples: int, available: int) -> tuple[int, ...]:

@@ -123,12 +123,12 @@ def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _without_effect(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
     """A line if a schedule or a placement needs more stages to make a difference."""
-    two, one_each = "partitions={} stages_per_process=2", spec.layout.of_pipeline == spec.partitions > 1
+    looped, one_each = "partitions={} stages_per_process=2", spec.layout.of_pipeline == spec.partitions > 1
     if config.schedule == "interleaved" and one_each:
-        use = two.format(2 * config.partitions)
+        use = looped.format(2 * config.partitions)
         yield "schedule", f"interleaved is 1f1b where a process has one stage; {use} interleaves"
     elif config.placement in ("looped", "v") and one_each:
-        use = two.format(max(4, config.partitions))
+        use = looped.format(max(4, config.partitions))
         yield "placement", f"{config.placement} is neighbours where a process has one stage; {use} gives it two"
     elif config.partitions == 2 and config.schedule in ORDERS and ORDERS[config.schedule].placement:
         yield "schedule", f"{config.schedule} has both stages on one device; partitions=4 has two on each of two"
@@ -140,8 +140,8 @@ def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]
     layout, partitions = spec.layout, spec.partitions
     processes = layout.processes
     of_process = [layout.stages_of(process) for process in range(processes)]
-    stages = [len(own) for own in of_process]
-    work = [sum(spec.cost[k] for k in own) for own in of_process]
+    stages = [len(stages_of_process) for stages_of_process in of_process]
+    work = [sum(spec.cost[k] for k in stages_of_process) for stages_of_process in of_process]
     most = max(range(processes), key=work.__getitem__)
     share = f"process {most} has {percent(work[most] / sum(work))} of the work"
     if processes > 1 and work[most] > _NEARLY_ALL * sum(work):
@@ -164,6 +164,9 @@ def _words(comparison: Choice) -> str:
     assert chosen is not None
     assert chosen.plan is not None
     others = [tried for tried in comparison.candidates if tried is not chosen]
-    found = [f"{one.value}: {one.reason if one.plan is None else f'{one.plan.step_seconds:.3g} s'}" for one in others]
+    tried = [
+        f"{other.value}: {other.reason if other.plan is None else f'{other.plan.step_seconds:.3g} s'}"
+        for other in others
+    ]
     names, step = comparison.setting.replace(", ", " and "), f"{chosen.plan.step_seconds:.3g} s a step predicted"
-    return f"{names} {chosen.value}: {step}; compared {', '.join(found) or 'with nothing'}"
+    return f"{names} {chosen.value}: {step}; compared {', '.join(tried) or 'with nothing'}"

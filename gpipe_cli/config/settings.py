@@ -219,9 +219,9 @@ class TrainConfig:
         if self.schedule_is_file:
             why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
             raise RefusedError("placement", placement, why)
-        own = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
-        if own not in (None, placement):
-            why = f"schedule={self.schedule} is made for placement={own}; leave one of the two out"
+        placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
+        if placed not in (None, placement):
+            why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
             raise RefusedError("placement", placement, why)
 
     def _check_compile(self) -> None:
@@ -460,14 +460,14 @@ def _count_classes(dataset: dict[str, Any]) -> None:
         return  # num_classes is given, or `typed` will refuse the root
     train = Path(root) / "train"
     try:
-        found = len(folders_in(train))
+        folders = len(folders_in(train))
     except OSError as error:
         use = "give the folder that holds train/ and test/, or dataset.num_classes=... where the images are not here"
         raise RefusedError("dataset.root", root, f"'{train}' cannot be read ({error.strerror}); {use}") from error
-    if found < 2:
-        why = f"'{train}' has {plural(found, 'class folder')}; put the images of each class into a folder there"
+    if folders < 2:
+        why = f"'{train}' has {plural(folders, 'class folder')}; put the images of each class into a folder there"
         raise RefusedError("dataset.root", root, why)
-    dataset["num_classes"] = found
+    dataset["num_classes"] = folders
 
 
 def container(tree: DictConfig | ListConfig) -> dict[str, Any]:
@@ -531,14 +531,14 @@ def load_recipe(file: Path) -> dict[str, Any]:
     """A recipe's own settings, merged over the `family/` files that its defaults list; without gpipe's defaults. Raises
     InputError if it cannot be read, or is no recipe."""
     try:
-        own = OmegaConf.load(file)
+        recipe = OmegaConf.load(file)
     except (OSError, yaml.YAMLError) as error:
         why = (isinstance(error, OSError) and error.strerror) or one_line(error)
         raise InputError(f"{file}: cannot be read ({why}); give the file of a recipe, -cd FOLDER -cn NAME") from error
-    if not isinstance(own, DictConfig) or not {"defaults", "recipe"} <= own.keys():
+    if not isinstance(recipe, DictConfig) or not {"defaults", "recipe"} <= recipe.keys():
         raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
-    families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
-    return container(OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), own))
+    families = [entry for entry in recipe.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
+    return container(OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe))
 
 
 @cache  # 29 recipes share a few files

@@ -130,7 +130,7 @@ def _model(traced: _Traced) -> nn.Sequential:
 def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     config = traced.config
     model, inputs = _model(traced), build.model_inputs(config)
-    shared = {(one.first, one.second): one for one in find_shared(model)}
+    shared = {(sharing.first, sharing.second): sharing for sharing in find_shared(model)}
     frozen = find_frozen(config, model)
     freeze(model, frozen)
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
@@ -146,8 +146,8 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
     costs = trace(training=True, loss=loss, splits=config.splits_backward)
-    for one in find_read(costs, evaluation):
-        shared.setdefault((one.first, one.second), one)
+    for sharing in find_read(costs, evaluation):
+        shared.setdefault((sharing.first, sharing.second), sharing)
     ties = find_ties(model)
     elsewhere = other_names(ties)
     weights = tuple(_layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children())
@@ -213,8 +213,8 @@ def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, elsewhere: 
     """The weights of layer `name`; `elsewhere`: names of parameters that an earlier layer has, too."""
     parameters, buffers = list(layer.parameters()), list(layer.buffers())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    first = [one for path, one in layer.named_parameters() if f"{name}.{path}" not in elsewhere]
-    later = [one for path, one in layer.named_parameters() if f"{name}.{path}" in elsewhere]
+    first = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" not in elsewhere]
+    later = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" in elsewhere]
 
     def stored(some: Sequence[nn.Parameter]) -> int:
         averaged = [*some, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []
@@ -250,11 +250,11 @@ def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, .
     samples, classes = 2, build.outputs_of(config)
     first, *others = build.targets_of(config, samples, lengths)
     wanted = (first, classes, *others) if config.task == "segmentation" else (first, *others, classes)
-    found = outputs[0].shape(samples, lengths)
-    if found != wanted:
+    shape = outputs[0].shape(samples, lengths)
+    if shape != wanted:
         what = "tokens in its vocabulary" if config.text else "classes"
         target = getattr(config.model, "target", config.model.name)
         raise InputError(
-            f"model.target={target}: returns {found} for {samples} samples, and dataset={config.dataset.name} has "
+            f"model.target={target}: returns {shape} for {samples} samples, and dataset={config.dataset.name} has "
             f"{classes} {what}: {wanted} is needed; mend the model's last layer"
         )

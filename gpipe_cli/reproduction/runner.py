@@ -85,13 +85,14 @@ class Runner:
 
     def given(self, key: str) -> str | None:
         """The value that every command gets for the setting `key`; None if ``settings`` has none."""
-        return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
+        return next((setting.partition("=")[2] for setting in self.settings if key_of(setting) == key), None)
 
     def changed(self, *harmless: str) -> tuple[str, ...]:
         """The user's settings that make numbers incomparable with the paper's; ``harmless``: more keys that change
         nothing in this experiment."""
         kept = (*_HARMLESS, *not_deciding(Decides.SCALE), *harmless)
-        return tuple(one for one in self.users if not any(f"{key_of(one)}.".startswith(f"{key}.") for key in kept))
+        prefixes = tuple(f"{key}." for key in kept)
+        return tuple(setting for setting in self.users if not f"{key_of(setting)}.".startswith(prefixes))
 
     def with_settings(self, *settings: str) -> "Runner":
         """A copy with ``settings`` in place of the scale's; without any, at the paper's size. The user's still win."""
@@ -127,7 +128,7 @@ class Runner:
 
     def simulated(self, *settings: str) -> Simulated:
         """The plan that `gpipe plan` makes of ``settings``, made in this process."""
-        given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, "plan")]
+        given = [setting for setting in last_wins((*settings, *self.settings)) if owner(setting) in (None, "plan")]
         self.commands.append(f"gpipe {shlex.join(['plan', '-cd', str(self.recipes), '-cn', self.name, *given])}")
         return self.simulate(given)
 
@@ -142,9 +143,9 @@ class Runner:
         return read_result(folder, "evaluate.json")
 
     def _run(self, command: Sequence[str], folder: Path, file: str, *settings: str) -> dict[str, Any]:
-        given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
+        given = [setting for setting in last_wins((*settings, *self.settings)) if owner(setting) in (None, command[0])]
         place = f"{'hydra.sweep.dir' if command[0] == 'bench' else 'run_folder'}={quoted(folder)}"
-        shown = [one for one in given if one not in self.settings]  # settings that differ; the log has all of them
+        shown = [setting for setting in given if setting not in self.settings]  # those that differ
         arguments = [*command, "-cd", str(self.recipes), "-cn", self.name, *given, place]
         self._perform(arguments, folder, [*command, *shown])
         return read_result(folder, file)
@@ -177,8 +178,8 @@ def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]
 
     As in the commands, whichever of `batch_size` and `batch_tokens` the user gives replaces the other.
     """
-    given = {key_of(one): value for one in users if (value := one.partition("=")[2]) != "null"}
-    return last_wins((*(one for one in settings if key_of(one) != replaced_batch(given)), *users))
+    given = {key_of(setting): value for setting in users if (value := setting.partition("=")[2]) != "null"}
+    return last_wins((*(setting for setting in settings if key_of(setting) != replaced_batch(given)), *users))
 
 
 def _failure(folder: Path) -> str:

@@ -88,13 +88,13 @@ class Routes:
     def received(self, action: Action, receive: Callable[[int], OptionalTensors]) -> OptionalTensors:
         """What an action needs; `receive` gives what a stage has sent for it."""
         ahead = action.kind is not Kind.F
-        found: dict[int, torch.Tensor | None] = {}
+        received: dict[int, torch.Tensor | None] = {}
         for peer, route in self.peers(action.stage, ahead=ahead):
             came = receive(peer)
             if route is None:
                 return came
-            found |= zip(route.outputs if ahead else route.inputs, came, strict=True)
-        return tuple(found[at] for at in sorted(found))
+            received |= zip(route.outputs if ahead else route.inputs, came, strict=True)
+        return tuple(received[at] for at in sorted(received))
 
 
 def inputs_of(boundaries: Sequence[Boundary], stage: int) -> Boundary:
@@ -119,7 +119,7 @@ def routes(boundaries: Sequence[Boundary]) -> tuple[Route, ...]:
     stages = range(len(boundaries) + 1)
     receivers = {tensor.skip: k for k in stages for tensor in inputs_of(boundaries, k) if tensor.skip}
     senders = {tensor.skip: k for k in stages for tensor in outputs_of(boundaries, k) if tensor.skip}
-    found = []
+    made = []
     for sender in stages[:-1]:
         outputs = outputs_of(boundaries, sender)
         to = [receivers[tensor.skip] if tensor.skip else sender + 1 for tensor in outputs]
@@ -128,8 +128,8 @@ def routes(boundaries: Sequence[Boundary]) -> tuple[Route, ...]:
             came = [senders[tensor.skip] if tensor.skip else receiver - 1 for tensor in inputs]
             sent = tuple(at for at, one in enumerate(to) if one == receiver)
             taken = tuple(at for at, one in enumerate(came) if one == sender)
-            found.append(Route(sender, receiver, sent, taken, tuple(outputs[at] for at in sent)))
-    return tuple(found)
+            made.append(Route(sender, receiver, sent, taken, tuple(outputs[at] for at in sent)))
+    return tuple(made)
 
 
 def forward_bytes(boundaries: Sequence[Boundary], samples: int, lengths: Sequence[int] = ()) -> tuple[int, int]:

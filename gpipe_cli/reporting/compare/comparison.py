@@ -67,7 +67,7 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         for key, value in run.settings.items():
             values.setdefault(key, set()).add(json.dumps(value, sort_keys=True))
-    keys = [key for key, found in values.items() if len(found) > 1 and key not in not_deciding(Decides.COMPARED)]
+    keys = [key for key, seen in values.items() if len(seen) > 1 and key not in not_deciding(Decides.COMPARED)]
     if "threads" in keys:
         cuts = [tuple(map(run.settings.get, ("partitions", "executor"))) for run in runs]
         threads = [run.settings.get("threads") for run in runs]
@@ -79,10 +79,10 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """A different name for each run: `partitions=2`, or a piece of its folder's name."""
     keys = differing(runs)
-    found = _settings(runs, keys) if _by_settings(keys) else _folders([run.folder.resolve().parts for run in runs])
+    parts = _settings(runs, keys) if _by_settings(keys) else _folders([run.folder.resolve().parts for run in runs])
     return [
-        name if found.count(name) == 1 and name else f"{name} #{number}".strip()
-        for number, name in enumerate(found, start=1)
+        name if parts.count(name) == 1 and name else f"{name} #{number}".strip()
+        for number, name in enumerate(parts, start=1)
     ]
 
 
@@ -111,11 +111,11 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
 def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
     """The shortest distinct endings of the paths, without date and time in a name if they are still distinct."""
     endings = (["/".join(folder[-n:]) for folder in folders] for n in range(1, max(map(len, folders)) + 1))
-    ends = next((found for found in endings if len(set(found)) == len(found)), [folder[-1] for folder in folders])
+    ends = next((ends for ends in endings if len(set(ends)) == len(ends)), [folder[-1] for folder in folders])
     for begin in (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_", r"\d{4}-\d\d-\d\d_"):
-        found = [re.sub(rf"(^|/){begin}", r"\1", end) for end in ends]
-        if len(set(found)) == len(found) > 1:
-            return found
+        shortened = [re.sub(rf"(^|/){begin}", r"\1", end) for end in ends]
+        if len(set(shortened)) == len(shortened) > 1:
+            return shortened
     return ends
 
 
@@ -166,10 +166,11 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     left_out = _FILES_ONLY | (set() if "bench" in commands else _OF_BENCH)
     left_out |= _OF_IMAGES if all(result.text for result in results) else set()
     scaled = scalings(runs)
-    efficiencies = [one and one.efficiency for one in scaled]
-    if not any(one is not None and one.base != at and one.efficiency is not None for at, one in enumerate(scaled)):
+    efficiencies = [scaling and scaling.efficiency for scaling in scaled]
+    beyond_bases = [scaling for at, scaling in enumerate(scaled) if scaling is not None and scaling.base != at]
+    if all(scaling.efficiency is None for scaling in beyond_bases):
         efficiencies = [None] * len(runs)  # only the bases have an efficiency, which is always 1
-    known = {"speed_up": [one and one.speed_up for one in scaled], "efficiency": efficiencies}
+    computed = {"speed_up": [scaling and scaling.speed_up for scaling in scaled], "efficiency": efficiencies}
     kinds = [result.samples_per_second_kind for result in results]
     shown = [NONE if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
 
@@ -184,7 +185,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
             columns.append(Column("speed", cells=shown, key=key, values=kinds, printed=shared))
         else:
             measure = MEASURES[key]
-            values = known.get(key) or [measure.value(result) for result in results]
+            values = computed.get(key) or [measure.value(result) for result in results]
             columns.append(Column.measured(measure, values, _alike(measure, results), printed=key not in left_out))
     return [
         fact("command", [result.command for result in results], printed=len(commands) > 1),
@@ -220,5 +221,5 @@ def _ran_on(results: Sequence[RunResult]) -> Iterator[Column]:
 
 def _alike(measure: Measure, results: Sequence[RunResult]) -> list[float | None]:
     """The values of all measures of the same Unit, so that their columns share one size: memory and activations."""
-    alike = [one for one in MEASURES.values() if one.unit is measure.unit and one.unit.sizes]
-    return [one.value(result) for one in alike for result in results]
+    alike = [other for other in MEASURES.values() if other.unit is measure.unit and other.unit.sizes]
+    return [other.value(result) for other in alike for result in results]

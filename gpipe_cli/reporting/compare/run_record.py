@@ -95,12 +95,12 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
     accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MOST_POINTS})
     accumulator.Reload()
-    found = {}
+    curves = {}
     for tag in accumulator.Tags()["scalars"]:
         events = accumulator.Scalars(tag)
         steps, values = (tuple(getattr(event, name) for event in events) for name in ("step", "value"))
-        found[tag] = Curve(steps, values, len(events) < MOST_POINTS)
-    return found
+        curves[tag] = Curve(steps, values, len(events) < MOST_POINTS)
+    return curves
 
 
 def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
@@ -156,10 +156,10 @@ def find_runs(folder: Path) -> list[Path]:
     if not folder.is_dir():
         why = "is a file; give the folder of a run" if folder.is_file() else "there is no such folder"
         raise InputError(f"{folder}: {why}")
-    found = [folder] if (folder / CONFIG).is_file() else runs_below(folder)
-    if not found:
+    folders = [folder] if (folder / CONFIG).is_file() else runs_below(folder)
+    if not folders:
         raise InputError(f"{folder}: no run there (looked for {CONFIG} in it and up to two levels below)")
-    return sorted(found, key=_counted)
+    return sorted(folders, key=_counted)
 
 
 def _counted(folder: Path) -> list[tuple[bool, int, str]]:

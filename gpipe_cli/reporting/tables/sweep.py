@@ -116,8 +116,8 @@ def show_sweep(runs: Sequence[Run]) -> None:
 
 def _cut(run: Run, key: str) -> Any:
     """K or M of a run: the resolved value, or without a result the requested one; None if none was requested."""
-    known = run.result.config.get(key) if run.result else None
-    return run.settings.get(key) if known is None else known
+    resolved = run.result.config.get(key) if run.result else None
+    return run.settings.get(key) if resolved is None else resolved
 
 
 def _shown(value: Any) -> str:
@@ -148,8 +148,8 @@ def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -
     auto = [key for key in varies if any(cell[0].settings.get(key) == AUTO for cell in cells)]
     resolved = _differing(measured, {*varies} - {*auto}, auto)
     rows = (
-        replace(_row(cell, known, first, own), baseline=baseline == cell[0].number)
-        for cell, known, own in zip(cells, measured, resolved, strict=True)
+        replace(_row(cell, medians, first, differing), baseline=baseline == cell[0].number)
+        for cell, medians, differing in zip(cells, measured, resolved, strict=True)
     )
     return BenchTable(tuple(varies), rounds, tuple(rows))
 
@@ -199,9 +199,9 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
 
     def each(key: str, combine: Callable[[Iterable[Any]], Any]) -> tuple[Any, ...] | None:
         """Combines tuples of all rounds by entry, except those with another K than the first (partitions=auto)."""
-        known = [values for result in results if (values := getattr(result, key))]
-        alike = [values for values in known if len(values) == len(known[0])]
-        return tuple(combine(entries) for entries in zip(*alike, strict=True)) if known else None
+        counted = [values for result in results if (values := getattr(result, key))]
+        alike = [values for values in counted if len(values) == len(counted[0])]
+        return tuple(combine(entries) for entries in zip(*alike, strict=True)) if counted else None
 
     return BenchRow(
         settings=dict(cell[0].settings),
@@ -264,22 +264,22 @@ def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[s
             "devices": len({partition.device for partition in result.partitions}),
             "executor": result.executor, "threads": result.threads, "kind": result.samples_per_second_kind,
         })  # fmt: skip
-    known = [row for row in flat if row]
+    rows = [row for row in flat if row]
     left_out = tuple(f"{key}." for key in (*asked, *not_deciding(Decides.COMPARED | Decides.STEP)))
 
     def kept(key: str) -> bool:
         if f"{key}.".startswith(left_out):
             return False
-        chosen = key in auto and any(row.get(key) != AUTO for row in known)
-        return chosen or any(row.get(key) != known[0].get(key) for row in known)
+        chosen = key in auto and any(row.get(key) != AUTO for row in rows)
+        return chosen or any(row.get(key) != rows[0].get(key) for row in rows)
 
-    keys = [key for key in dict.fromkeys(key for row in known for key in row) if kept(key)]
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if kept(key)]
     return [{key: row.get(key) for key in keys} if row else {} for row in flat]
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return median(numbers) if numbers else None
 
 
 def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column]:
@@ -337,8 +337,8 @@ def _notes(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[tuple[st
         yield "speed", speed_kind(str(kinds.pop()), max(shares, default=None))
     for number, row in enumerate(rows, start=1):
         if row.baseline:
-            of = "" if row.status == "measured" else f", which is {row.status.replace('_', ' ')}"
-            yield "relative", f"to row {number}: one device, the whole mini-batch, nothing recomputed{of}"
+            which = "" if row.status == "measured" else f", which is {row.status.replace('_', ' ')}"
+            yield "relative", f"to row {number}: one device, the whole mini-batch, nothing recomputed{which}"
     if measured:
         yield "memory", "peak of the fullest stage: of its process, on a GPU of PyTorch's allocator"
         yield "activations", "counted on the fullest stage; the bubble is measured"
