@@ -145,6 +145,14 @@ def test_the_command_trains_on_the_device(precision: str, tmp_path: Path) -> Non
     assert (folder / "pipeline.html").is_file()
 
 
+def test_compiled_layers_are_replayed(tmp_path: Path) -> None:
+    for graphs in ("auto", "false"):
+        settings = [*SETTINGS, "compile=true", "executor=in_process", "epochs=2", "partitions=2", f"graphs={graphs}"]
+        assert command("train", *settings, f"run_folder={tmp_path / graphs}") == 0
+    assert read_result(tmp_path / "auto")["graphs"]["causes"] == []
+    assert_same_tensors(final_tensors(tmp_path / "auto"), final_tensors(tmp_path / "false"))
+
+
 @pytest.mark.parametrize("graphs", ["auto", "false"])
 def test_no_step_waits_for_the_device(graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA raises where the host would wait, in every step but the first two, in which libraries set themselves up."""
