@@ -21,43 +21,50 @@ def with_skips(costs: Sequence[LayerCost], inputs: Boundary, skips: Sequence[Ski
         return tuple(costs)
     stashed = {skip.stash: skip.name for skip in skips}
     popped = {skip.pop: skip.name for skip in skips}
-    found = []
+    extended = []
     main, carried = inputs, tuple[BoundaryTensor, ...]()
     for at, cost in enumerate(costs):
         name = popped.get(at)
-        left = tuple(tensor for tensor in carried if tensor.skip != name)
-        returned, new = cost.outputs, tuple[BoundaryTensor, ...]()
+        passed_on = tuple(tensor for tensor in carried if tensor.skip != name)
+        returned = cost.outputs
+        new = tuple[BoundaryTensor, ...]()
         if at in stashed:
             half = len(returned) // 2
-            returned, new = returned[:half], tuple(replace(one, skip=stashed[at]) for one in returned[half:])
-        # where the layer's inputs and outputs are among all that come in and go out
+            new = tuple(replace(tensor, skip=stashed[at]) for tensor in returned[half:])
+            returned = returned[:half]
+        # positions of the layer's inputs and outputs among all tensors that come in and go out
         coming = [*range(len(main)), *(len(main) + n for n, tensor in enumerate(carried) if tensor.skip == name)]
-        going = [*range(len(returned)), *range(len(returned) + len(left), len(returned) + len(left) + len(new))]
-        past = [len(main) + n for n, tensor in enumerate(carried) if tensor.skip != name]
-        # where a tensor of a skip goes out that the layer does not touch -> where it comes in
-        passing = dict(enumerate(past, start=len(returned)))
-        ahead = partial(_moved, coming=coming, going=going, passing=passing)
-        back = partial(_moved, coming=going, going=coming, passing={came: out for out, came in passing.items()})
+        going = [
+            *range(len(returned)),
+            *range(len(returned) + len(passed_on), len(returned) + len(passed_on) + len(new)),
+        ]
+        untouched = [len(main) + n for n, tensor in enumerate(carried) if tensor.skip != name]
+        # position at which an untouched tensor of a skip goes out -> position at which it comes in
+        passing = dict(enumerate(untouched, start=len(returned)))
+        forward = partial(_moved, coming=coming, going=going, passing=passing)
+        backward = partial(
+            _moved, coming=going, going=coming, passing={incoming: out for out, incoming in passing.items()}
+        )
         halves = cost.halves
         if halves is not None:
-            inputs_kept, gradients_kept = ahead(halves.kept_inputs), back(halves.kept_gradients)
-            halves = replace(halves, kept_inputs=inputs_kept, kept_gradients=gradients_kept)
-        found.append(replace(cost, outputs=(*returned, *left, *new), saved=ahead(cost.saved), halves=halves))
-        main, carried = returned, (*left, *new)
-    return tuple(found)
+            kept_inputs, kept_gradients = forward(halves.kept_inputs), backward(halves.kept_gradients)
+            halves = replace(halves, kept_inputs=kept_inputs, kept_gradients=kept_gradients)
+        extended.append(replace(cost, outputs=(*returned, *passed_on, *new), saved=forward(cost.saved), halves=halves))
+        main, carried = returned, (*passed_on, *new)
+    return tuple(extended)
 
 
 def _moved(kept: KeptMemory, coming: Sequence[int], going: Sequence[int], passing: Mapping[int, int]) -> KeptMemory:
     """`kept` of a layer, with positions among all tensors that come in, then all that go out. The layer's own come in
     at `coming` and go out at `going`; those that go out where `passing` says are others that came in, untouched."""
     others = len(coming) + len(passing)
-    place = [*coming, *(others + at for at in going)]
-    same = dict(passing)
+    places = [*coming, *(others + at for at in going)]
+    same_memory = dict(passing)
     for at, other in zip(going, kept.same_memory, strict=False):  # () says that all memory is new
         if other is not None:
-            same[at] = place[other]
+            same_memory[at] = places[other]
     return replace(
         kept,
-        tensors=tuple(place[position] for position in kept.tensors),
-        same_memory=tuple(same.get(at) for at in range(len(going) + len(passing))),
+        tensors=tuple(places[position] for position in kept.tensors),
+        same_memory=tuple(same_memory.get(at) for at in range(len(going) + len(passing))),
     )

@@ -49,7 +49,7 @@ class OperationKind(StrEnum):
 
 @dataclass(slots=True)
 class Operations:
-    """Kernels of one kind: `count` of them for a micro-batch of any size; for one of n samples, `flops * n` FLOPs (a
+    """Kernels of a kind: `count` of them for a micro-batch of any size; for n samples, `flops * n` FLOPs (a
     multiplication and an addition are two) and `bytes * n + fixed_bytes` bytes moved (weights are fixed bytes)."""
 
     count: int = 0
@@ -60,13 +60,13 @@ class Operations:
 
 @dataclass(frozen=True)
 class Work:
-    """A layer's operations in one direction, forward or backward."""
+    """A layer's operations, forward or backward."""
 
     by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
 
     @property
-    def flops(self) -> float:  # for one sample
-        return sum(each.flops for each in self.by_kind.values())
+    def flops(self) -> float:  # for a sample
+        return sum(operations.flops for operations in self.by_kind.values())
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer. `parameters` counts all its parameters, `trained` the trained ones; `saved` is what
+    """The cost of a layer. `parameters` counts all its parameters, `trained` the trained ones; `saved` is what
     autograd keeps between forward and backward; `halves` is None if the backward is not split; `foreign` are the
     parameters and buffers of other layers that it reads, by global name."""
 
@@ -102,12 +102,12 @@ class LayerCost:
 
     @property
     def flops(self) -> float:
-        """FLOPs for one sample, forward and backward."""
+        """FLOPs for a sample, forward and backward."""
         return self.forward.flops + self.backward.flops
 
 
 class ActivationMemory:
-    """The bytes that a stage of any consecutive layers holds of one micro-batch of `samples` (the paper's L/K * N/M,
+    """The bytes that a stage of any consecutive layers holds of a micro-batch of `samples` (the paper's L/K * N/M,
     section 2.3).
 
     `inputs` describes what the first layer gets; `lengths` are those that the costs were traced with, as what a layer
@@ -119,9 +119,11 @@ class ActivationMemory:
         boundaries = [inputs, *(cost.outputs for cost in costs)]
         sizes = [[t.bytes(samples, lengths) for t in boundary] for boundary in boundaries]
         halves = [cost.halves or Halves() for cost in costs]
-        last = {tensor.skip: at for at, boundary in enumerate(boundaries) for tensor in boundary if tensor.skip}
-        # per boundary, the layer that a stage must have to be sent each tensor: of a skip the one that pops it
-        needed = [[last[tensor.skip] if tensor.skip else -1 for tensor in boundary] for boundary in boundaries]
+        last_boundary = {
+            tensor.skip: at for at, boundary in enumerate(boundaries) for tensor in boundary if tensor.skip
+        }
+        # per boundary, the layer that a stage must have to be sent each tensor: for a skip, the layer that pops it
+        needed = [[last_boundary[tensor.skip] if tensor.skip else -1 for tensor in boundary] for boundary in boundaries]
         self._inputs = _KeptBytes(sizes, [KeptMemory()] * len(costs), samples, needed)
         self._has_gradient = np.array([any(t.has_gradient for t in boundary) for boundary in boundaries])
         self._trained = np.cumsum([0, *(cost.trained for cost in costs)])
@@ -148,7 +150,7 @@ class ActivationMemory:
 
 
 class _KeptBytes:
-    """The bytes that any consecutive layers keep of one micro-batch. `kept` is what each layer keeps, `sizes` are the
+    """The bytes that any consecutive layers keep of a micro-batch. `kept` is what each layer keeps, `sizes` are the
     bytes of the tensors that cross each boundary. With `needed`, the tensors that cross a stage's first boundary count
     whether kept or not, if the stage has the layer that `needed` names (-1: any).
 
@@ -170,7 +172,8 @@ class _KeptBytes:
         crossing: list[list[tuple[int, int]]] = [[] for _ in sizes]
         keepers = [never] * len(sizes[-1])  # per tensor that crosses a boundary, the first layer that keeps it
         for at in reversed(range(len(kept))):
-            saved, given = kept[at], len(sizes[at])
+            saved = kept[at]
+            given = len(sizes[at])
             keepers = [never] * given + keepers  # inputs of the layer, then its outputs
             for position in saved.tensors:
                 keepers[position] = at

@@ -28,29 +28,30 @@ from gpipe_cli.system.accelerator import is_accelerator
 def probing(stages: Collection[Stage]) -> Iterator[list[str]]:
     """Inside, the layers of `stages` run a micro-batch, and run it again; the list gets a sentence for each layer that
     cannot repeat it. Afterwards buffers, gradients, attributes of modules and random generators are as before."""
-    found: list[str] = []
+    complaints: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([stage.device for stage in stages if is_accelerator(stage.device)]))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
             stack.enter_context(putting_back(stage.module))
-            watch = _Watch(found, stage.compiled)
+            watch = _Watch(complaints, stage.compiled)
             stack.enter_context(watch.reading)
             for name, layer in stage.module.named_children():
                 stack.callback(layer.register_forward_pre_hook(watch.begins, prepend=True).remove)
                 stack.callback(layer.register_forward_hook(partial(watch.ended, name)).remove)
-        yield found
+        yield complaints
 
 
 class _Watch:
-    """Watches the layers of one stage: compares a layer's state before and after a run, and the outputs of its runs."""
+    """Watches the layers of a stage: compares a layer's state before and after a run, and the outputs of its runs."""
 
-    def __init__(self, found: list[str], compiled: bool) -> None:
-        self._found, self._compiled = found, compiled
+    def __init__(self, complaints: list[str], compiled: bool) -> None:
+        self._complaints = complaints
+        self._compiled = compiled
         self.reading = ExitStack()  # holds a mode while a layer runs
         self._reads = Reads()
-        self._before: list[Any] = []  # for each running layer: one may run another, without torch's knowledge
+        self._before: list[Any] = []  # an entry per running layer, as a layer may run another without torch's knowledge
         self._outputs: dict[str, Tensors] = {}  # layer name -> the outputs of its first run
 
     def begins(self, layer: nn.Module, inputs: Any) -> None:
@@ -67,30 +68,31 @@ class _Watch:
         self.reading.close()
         for tensor in self._reads.tensors.values():
             if tensor.is_meta:
-                self._found.append(f"layer {name} reads a tensor {tuple(tensor.shape)} that {NO_VALUES}")
+                self._complaints.append(f"layer {name} reads a tensor {tuple(tensor.shape)} that {NO_VALUES}")
         if not all(same_bits(*pair) for pair in given):
-            self._found.append(str(ChangedInputError(name)))
+            self._complaints.append(str(ChangedInputError(name)))
         if other_generators() != generators:
-            self._found.append(
+            self._complaints.append(
                 f"layer {name} draws from Python's random module or numpy.random, which no recomputation can repeat; "
                 "use torch's functions"
             )
-        now = _tensors(layer)
+        tensors = _tensors(layer)
         for key, (tensor, value, version) in kept.items():
             # Buffers by version, too: converged spectral norm writes equal values until the weights change. Parameters
             # by value only: torch itself writes to them, to bring them together in memory.
             written = tensor._version != version and not isinstance(tensor, nn.Parameter)
-            if written or not same_bits(now.get(key, value), value):
-                self._found.append(
+            if written or not same_bits(tensors.get(key, value), value):
+                self._complaints.append(
                     f"layer {name} changes its own {key} when it is run: micro-batches and recomputations each count; "
                     "leave that out, or use nn.BatchNorm, whose statistics are deferred"
                 )
                 break
-        outputs, first = as_tuple(output), self._outputs.pop(name, None)
-        if first is None:
+        outputs = as_tuple(output)
+        first_outputs = self._outputs.pop(name, None)
+        if first_outputs is None:
             self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
-        elif not all(map(same_bits, outputs, first)):
-            self._found.append(
+        elif not all(map(same_bits, outputs, first_outputs)):
+            self._complaints.append(
                 f"layer {name} gives other values when it is run again with the same seed: it asks whether gradients "
                 "are recorded, as nn.LSTM does on a CPU, keeps something between calls, or draws random numbers from "
                 "another source than torch's generators; with recompute=never no layer is run again"

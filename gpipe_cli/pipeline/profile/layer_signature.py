@@ -1,4 +1,4 @@
-"""Signatures of layers, so that of equal layers only one is traced: a Transformer of 1663 layers has three kinds.
+"""Signatures of layers, so that equal layers are traced only once: a Transformer of 1663 layers has three kinds.
 
 They must hold for users' own layers, too. So a signature has everything that the layer's forward can read: plain data
 by value, other objects by identity; a layer that owns an object of an unknown type is equal to no other.
@@ -26,8 +26,8 @@ def signature(layer: nn.Module) -> bytes:
     """Bytes that are equal only for layers that compute the same on inputs of equal shapes, while both layers live.
 
     They describe every module inside: its type, attributes, parameters and buffers (shape, strides, type, whether
-    trained, and which are one object). Numbers, strings and containers of these compare by value, functions without a
-    closure by identity; tensors that are plain attributes, other functions and other objects are equal to none.
+    trained, and which are the same object). Numbers, strings and containers of these compare by value, functions
+    without a closure by identity; plain tensor attributes, other functions and other objects are equal to none.
 
     A layer may say what its forward reads by a method `reads`: a tuple that is described in its place, and objects that
     may be in it, hold no tensors and never change; they compare by identity.
@@ -47,7 +47,7 @@ class _Describer(pickle.Pickler):
     def __init__(self, described: io.BytesIO, constants: Iterable[object]) -> None:
         super().__init__(described, protocol=5)
         self._constants = {id(constant) for constant in constants}
-        self.fast = True  # no memo: equal objects are described alike, whether or not they are one object
+        self.fast = True  # no memo: equal objects are described alike, whether or not they are the same object
         self._seen: dict[int, int] = {}  # modules, parameters and buffers by identity, numbered as they are met
         self._owned: set[int] = set()  # parameters and buffers
 
@@ -56,18 +56,18 @@ class _Describer(pickle.Pickler):
         if type(value) in _PLAIN or (isinstance(value, tuple) and hasattr(value, "_fields")):
             return None
         if isinstance(value, nn.Module) or id(value) in self._owned:
-            if (known := self._seen.get(id(value))) is not None:
-                return f"the same as number {known}"
+            if (number := self._seen.get(id(value))) is not None:
+                return f"the same as number {number}"
             self._seen[id(value)] = len(self._seen)
             if isinstance(value, nn.Module):
                 return None
             strange = not vars(value).keys() <= _OF_BUFFERS or value._backward_hooks is not None
-            own = id(value) if strange else None
-            return f"{type(value)} {value.shape} {value.stride()} {value.dtype} {value.requires_grad} {own}"
+            identity = id(value) if strange else None
+            return f"{type(value)} {value.shape} {value.stride()} {value.dtype} {value.requires_grad} {identity}"
         if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.Size):
             return repr(value)
         # An object that may hold tensors is described differently in every layer, even if two layers share it: its
-        # tensor may be the own weight of one of the two, and another layer's weight for the other.
+        # tensor may be the first layer's own weight, and another layer's weight for the second.
         simple = (
             isinstance(value, type | BuiltinFunctionType)
             or (isinstance(value, FunctionType) and value.__closure__ is None)
@@ -80,4 +80,5 @@ class _Describer(pickle.Pickler):
             return NotImplemented
         self._owned.update(id(tensor) for group in (value._parameters, value._buffers) for tensor in group.values())
         # empty dictionaries and sets are left out: every module has a dozen of them for hooks
-        return type(value), (), {name: own for name, own in vars(value).items() if type(own) not in _OFTEN_EMPTY or own}
+        attributes = {name: held for name, held in vars(value).items() if type(held) not in _OFTEN_EMPTY or held}
+        return type(value), (), attributes

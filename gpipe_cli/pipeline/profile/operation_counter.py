@@ -25,7 +25,7 @@ class OperationCounter(Reads):
     they read and write, weights included.
 
     Torch's own `FlopCounterMode` also decomposes every other operation, slowly. Views do not count: they move nothing
-    and launch no kernel. What is read is collected here, too: one mode is faster than two.
+    and launch no kernel. What is read is collected here, too: a single mode is faster than two.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def _kind_of(func: Any, args: tuple[Any, ...], has_flops: bool) -> OperationKind
 
 
 Fuses: TypeAlias = Callable[[torch.dtype, bool, float], bool]
-"""Whether attention is one kernel, given its type, whether it has a mask, and its dropout probability."""
+"""Whether attention is a single kernel, given its type, whether it has a mask, and its dropout probability."""
 
 
 def cpu_fuses(dtype: torch.dtype, masked: bool, dropout: float) -> bool:
@@ -78,7 +78,7 @@ def cpu_fuses(dtype: torch.dtype, masked: bool, dropout: float) -> bool:
 
 
 def gpu_fuses(dtype: torch.dtype, masked: bool, dropout: float, *, deterministic: bool) -> bool:
-    """One fused kernel takes 16-bit types without a mask, another takes all; both sum gradients as threads finish."""
+    """A fused kernel for 16-bit types without a mask, and another for all: both sum gradients as threads finish."""
     return not deterministic
 
 
@@ -86,7 +86,7 @@ class AttentionKernels(TorchFunctionMode):
     """Runs attention as a device would; the meta device always decomposes it.
 
     Fused attention keeps its inputs, its output and a number per row for the backward; decomposed, it also keeps the
-    attention weights, (heads, T, S). For other dropout a GPU keeps one byte per entry instead of four: a Transformer
+    attention weights, (heads, T, S). For other dropout a GPU keeps a byte per entry instead of four: a Transformer
     that is trained with dropout needs less there than predicted.
     """
 
@@ -161,7 +161,7 @@ def _convolution_backward_flops(
 ) -> int:
     """FLOPs of a backward: the forward's once for the input's gradient and once for the weight's, if wanted.
 
-    Torch's formula counts the weight's as if there was one group: C times too much for C depthwise channels.
+    Torch's formula counts the weight's as if there was a single group: C times too much for C depthwise channels.
     """
     transposed, output_mask = more[4], more[7]
     slides_over = x if transposed else gradient
@@ -170,8 +170,8 @@ def _convolution_backward_flops(
 
 _aten = torch.ops.aten
 _VECTOR = 16  # float32 numbers in a vector register of 512 bits
-# the first one: not marked as a view; from torch 2.15 on, linear maps end with it, before with `view`
-# the last one: fake tensors dispatch the question for their device as if it were an operation
+# `_unsafe_view` is not marked as a view; linear maps end with it from torch 2.15 on, and with `view` before.
+# `prim.device` is here as fake tensors dispatch the question for their device as if it were an operation.
 _MOVES_NOTHING = (
     _aten._unsafe_view.default,
     _aten.empty.memory_format,

@@ -1,7 +1,7 @@
 """The tensors that a layer reads: memory that its operations use but did not allocate (paper section 2.1: a stage owns
 its layers).
 
-It does not matter how a layer got hold of a tensor: as a parameter or a view of one, through a function, a hook or any
+It does not matter how a layer got hold of a tensor: as a parameter or its view, through a function, a hook or any
 other object.
 """
 
@@ -23,7 +23,7 @@ _READ_NOTHING = (
 
 
 class Reads(TorchDispatchMode):
-    """Inside, `tensors` collects one tensor of each storage that operations read but did not allocate."""
+    """Inside, `tensors` collects a tensor of each storage that operations read but did not allocate."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,34 +76,38 @@ def trace_layers(
     samples), counts as part of the last layer. Images and the model's weights have `memory_format`, as in training: a
     layer that flattens images copies channels-last ones. Afterwards the weights' format is as before, as the order in
     which initial values are drawn depends on it. Layers compute in `computed_in` where autocast on `device`, `cpu` or
-    `cuda`, uses it; `fuses` says when attention is one kernel. `splits`: trace the backward in two halves, too. `kinds`
-    are those of `layer_kinds`, if known. Hides the GPUs: this process can use none afterwards, unless it has before.
+    `cuda`, uses it; `fuses` says when attention is a single kernel. With `splits` the backward is also traced in two
+    halves. `kinds` are those of `layer_kinds`, if known. Hides the GPUs: this process can use none afterwards, unless
+    it has before.
 
     Raises InputError if a layer does not accept what the previous one returns, has an unknown batch norm or reads a
-    parameter that would not be trained, and ChangedInputError if it changes its input in place in training.
+    parameter that would not be trained, and ChangedInputError if a layer changes its input in place in training.
     """
     set_training(model, training)
     layers = _described(model, kinds)
     trace_backward = partial(_trace_backward, layers, halves_in=memory_format if splits else None)
-    first = _TRACED_SIZES[0]
+    first_size = _TRACED_SIZES[0]
     with _placed(model, memory_format, device) as left, deferring(model):
         tracer = _Tracer(layers, inputs, memory_format, computed_in, fuses, left)
         if torch.__version__ < _RECORDS_WITHOUT_GPU:
             device = "cpu"
         with _without_memory(model, device) if computed_in else nullcontext("meta") as where:
-            small, large = both = [tracer.trace(where, n, lengths, graph=training, loss=loss) for n in _TRACED_SIZES]
+            small, large = runs = [
+                tracer.trace(where, samples, lengths, graph=training, loss=loss) for samples in _TRACED_SIZES
+            ]
             shorter = [
-                tracer.trace(where, first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))
+                tracer.trace(where, first_size, [length - (i == at) for i, length in enumerate(lengths)])
+                for at in range(len(lengths))
             ]
             if where != "cuda":
-                backward, backward_of_large = map(trace_backward, both)
-        if where == "cuda":  # its backward needs a GPU, which may not be here: operations are those of a CPU
+                backward, backward_of_large = map(trace_backward, runs)
+        if where == "cuda":  # a backward on cuda needs a GPU, which may be missing: operations are those of a CPU
             with _without_memory(model, "cpu") as where:
-                both = [tracer.trace(where, n, lengths, graph=training, loss=loss) for n in _TRACED_SIZES]
-                backward, backward_of_large = map(trace_backward, both)
+                runs = [tracer.trace(where, samples, lengths, graph=training, loss=loss) for samples in _TRACED_SIZES]
+                backward, backward_of_large = map(trace_backward, runs)
     cost = cache(partial(_cost, lengths))  # equal layers share their runs, and so their cost
-    runs = zip(backward, backward_of_large, small, large, *shorter, strict=True)
-    costs = [replace(cost(*of_layer), name=layer.name) for layer, of_layer in zip(layers, runs, strict=True)]
+    traced = zip(backward, backward_of_large, small, large, *shorter, strict=True)
+    costs = [replace(cost(*layer_runs), name=layer.name) for layer, layer_runs in zip(layers, traced, strict=True)]
     return with_skips(costs, inputs, find_skips(model))
 
 
@@ -116,7 +120,7 @@ def run_shapes(
 ) -> None:
     """Run one forward of a single sample in training mode on the meta device; `kinds` as in `trace_layers`.
 
-    Raises InputError, which names the layer, if one refuses, as batch norm does with a single value per channel.
+    Raises InputError, which names the layer, if a layer refuses, as batch norm does with a single value per channel.
     """
     set_training(model, True)
     layers = _described(model, kinds)
@@ -129,12 +133,12 @@ class _Layer:
     name: str
     module: nn.Module
     kind: Hashable  # the same for equal layers
-    tied: tuple[int, ...]  # indices of its parameters that other layers have in the same module
+    tied: tuple[int, ...]  # indices of its parameters that lie in modules shared with other layers
 
 
 @dataclass(frozen=True, eq=False)
 class _Backward:
-    """One layer's backward, for one choice of outputs that have gradients; figures are those of the traced size."""
+    """A layer's backward, for a choice of outputs that have gradients; figures are those of the traced size."""
 
     returning: tuple[bool, ...]  # for each output, whether it has a gradient
     wanted: tuple[bool, ...]  # for each input, whether it gets a gradient
@@ -144,12 +148,12 @@ class _Backward:
 
 @dataclass(eq=False)
 class _Run:
-    """One layer's forward on inputs of its own; figures are those of the traced size."""
+    """A layer's forward on its inputs; figures are those of the traced size."""
 
     module: nn.Module
     foreign: Mapping[str, torch.Tensor]  # parameters and buffers of other layers that it reads, by global name
     inputs: Tensors
-    outputs: Tensors  # what it returns; of a `Stash` then what it keeps
+    outputs: Tensors  # what the layer returns, followed by what a `Stash` keeps
     in_tuple: bool  # whether the layer returns a tuple
     loss: torch.Tensor | None
     work: Work
@@ -173,14 +177,22 @@ def _placed(model: nn.Module, memory_format: torch.memory_format, device: str) -
     dimensions = {0} if device == "cuda" else set[int]()
     if memory_format is torch.channels_last:
         dimensions.add(4)
-    before = {name: (own, own.data) for name, own in model.named_parameters() if own.dim() in dimensions}
+    before = {
+        name: (parameter, parameter.data)
+        for name, parameter in model.named_parameters()
+        if parameter.dim() in dimensions
+    }
     if any(tensor.ndim in (4, 5) for tensor in chain(model.parameters(), model.buffers())):  # `to` changes no others
         model.to(memory_format=memory_format)
     for parameter, _ in before.values():
         if not parameter.dim():
             parameter.data = torch.empty_like(parameter)
     try:
-        yield {storage_of(data): name for name, (own, data) in before.items() if storage_of(data) != storage_of(own)}
+        yield {
+            storage_of(data): name
+            for name, (parameter, data) in before.items()
+            if storage_of(data) != storage_of(parameter)
+        }
     finally:
         for parameter, data in before.values():
             parameter.data = data
@@ -189,10 +201,10 @@ def _placed(model: nn.Module, memory_format: torch.memory_format, device: str) -
 class _StandIns(TorchFunctionMode):
     """Replaces weights that a function or an object holds by their stand-ins."""
 
-    def __init__(self, of: Mapping[int, torch.Tensor]) -> None:
-        """`of`: id of a weight -> its stand-in."""
+    def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        """`stand_ins`: id of a weight -> its stand-in."""
         super().__init__()
-        self._of = of
+        self._stand_ins = stand_ins
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,9 +217,9 @@ class _StandIns(TorchFunctionMode):
             return type(value)(map(self._replaced, value))
         if type(value) not in (torch.Tensor, nn.Parameter) or not value.is_meta:
             return value
-        if id(value) not in self._of:
+        if id(value) not in self._stand_ins:
             raise InputError(f"reads a tensor {tuple(value.shape)} that is {_NEITHER}")
-        return self._of[id(value)]
+        return self._stand_ins[id(value)]
 
 
 _NEITHER = (
@@ -226,7 +238,9 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
             if isinstance(value, torch.Tensor):
                 raise InputError(f"{name}.{key}: is a tensor and {_NEITHER}")
     fakes: dict[int, torch.Tensor] = {}  # id of a weight -> its fake: a weight may be used in several places
-    groups: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
+    groups: list[dict[str, Any]] = [
+        group for module in model.modules() for group in (module._parameters, module._buffers)
+    ]
     before = [dict(group) for group in groups]
     with FakeTensorMode():
         for group in groups:
@@ -252,16 +266,17 @@ def layer_kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
 
 
 def _kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
-    short: dict[Hashable, int] = {}  # numbers for long signatures, so that these are hashed once
-    return tuple(short.setdefault(signature(layer), len(short)) for layer in model.children())
+    numbers: dict[Hashable, int] = {}  # numbers for long signatures, so that these are hashed once
+    return tuple(numbers.setdefault(signature(layer), len(numbers)) for layer in model.children())
 
 
 def _described(model: nn.Sequential, kinds: Sequence[Hashable]) -> list[_Layer]:
-    find_skips(model)  # wrong ones are refused before any layer runs
-    modules = Counter(id(module) for layer in model.children() for module in layer.modules())
+    find_skips(model)  # wrong skips are refused before any layer runs
+    uses = Counter(id(module) for layer in model.children() for module in layer.modules())
     described = []
     for (name, layer), kind in zip(model.named_children(), kinds or _kinds(model), strict=True):
-        shared = {id(one) for of in layer.modules() if modules[id(of)] > 1 for one in of.parameters(recurse=False)}
+        shared_modules = [module for module in layer.modules() if uses[id(module)] > 1]
+        shared = {id(parameter) for module in shared_modules for parameter in module.parameters(recurse=False)}
         tied = tuple(at for at, parameter in enumerate(layer.parameters()) if id(parameter) in shared)
         described.append(_Layer(name, layer, kind, tied))
     return described
@@ -273,7 +288,7 @@ class _Owners:
     def __init__(self, layers: Sequence[_Layer], left: Mapping[int, str]) -> None:
         """`left`: storage that a parameter had when the model was built, and has no longer -> its name."""
         self._layers, self._left = layers, left
-        self.between: set[int] = set()  # storages of what layers hand on to each other
+        self.between: set[int] = set()  # storages of the tensors that layers hand on to each other
 
     @cached_property  # most models never need it
     def _names(self) -> dict[int, tuple[str, torch.Tensor]]:
@@ -284,15 +299,17 @@ class _Owners:
                 names.setdefault(storage_of(tensor), (f"{layer.name}.{name}", tensor))
         return names
 
-    def foreign(self, layer: str, read: Mapping[int, torch.Tensor], known: Collection[int]) -> dict[str, torch.Tensor]:
+    def foreign(
+        self, layer: str, read: Mapping[int, torch.Tensor], expected: Collection[int]
+    ) -> dict[str, torch.Tensor]:
         """The parameters and buffers of other layers, by global name, among the tensors that a layer has `read`, by
-        storage; `known` are the storages of its own tensors and of its inputs.
+        storage; `expected` are the storages of its own tensors and of its inputs.
 
         Raises InputError for a tensor that would not be trained: it belongs to no layer, or keeps its first values.
         """
         foreign = {}
         for storage, tensor in read.items():
-            if storage in known:
+            if storage in expected:
                 continue
             if storage in self._names:
                 name, owned = self._names[storage]
@@ -331,9 +348,10 @@ class _Tracer:
         made = (
             torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in self.inputs
         )
-        value, in_tuple = tuple(in_layout(tensor, self.memory_format) for tensor in made), False
-        kept: dict[str, tuple[str, Tensors]] = {}  # by the name of a skip: the layer that keeps it, and the tensors
-        known: dict[Hashable, _Run] = {}
+        value = tuple(in_layout(tensor, self.memory_format) for tensor in made)
+        in_tuple = False
+        kept: dict[str, tuple[str, Tensors]] = {}  # name of a skip -> the layer that keeps it, and its tensors
+        run_of_key: dict[Hashable, _Run] = {}
         runs: list[_Run] = []
         owners = _Owners(self.layers, self.left)
         for layer in self.layers:
@@ -345,12 +363,13 @@ class _Tracer:
             owners.between.update(map(storage_of, value))
             closing = loss if layer is self.layers[-1] else None
             key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
-            if key not in known or known[key].foreign:
+            if key not in run_of_key or run_of_key[key].foreign:
                 given = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
                 with joining:
-                    known[key] = self._run(layer, given, in_tuple, graph, closing, owners)
-            runs.append(known[key])
-            value, in_tuple = known[key].outputs, known[key].in_tuple
+                    run_of_key[key] = self._run(layer, given, in_tuple, graph, closing, owners)
+            run = run_of_key[key]
+            runs.append(run)
+            value, in_tuple = run.outputs, run.in_tuple
             if isinstance(layer.module, Stash):
                 half = len(value) // 2
                 value, kept[layer.module.name] = value[:half], (layer.name, value[half:])
@@ -359,8 +378,8 @@ class _Tracer:
     def _run(
         self, layer: _Layer, inputs: Tensors, in_tuple: bool, graph: bool, loss: Loss | None, owners: _Owners
     ) -> _Run:
-        own = {storage_of(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
-        saved = StorageBytes(own, inputs)
+        own_storages = {storage_of(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
+        saved = StorageBytes(own_storages, inputs)
         closed: torch.Tensor | None = None
         counter = OperationCounter()
         with torch.set_grad_enabled(graph), counter, AttentionKernels(self.fuses), counting_saved(saved):
@@ -369,7 +388,7 @@ class _Tracer:
                     returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
                 counter.add(as_tuple(returned))
             finally:  # if both raise, this error wins: the tensor it is about is why the layer fails
-                foreign = owners.foreign(layer.name, counter.tensors, own.union(map(storage_of, inputs)))
+                foreign = owners.foreign(layer.name, counter.tensors, own_storages.union(map(storage_of, inputs)))
             outputs = tuple(in_layout(tensor, self.memory_format) for tensor in as_tuple(returned))
             if isinstance(layer.module, Stash):
                 outputs = tuple(tensor.view_as(tensor) for _ in range(2) for tensor in outputs)
@@ -392,13 +411,13 @@ def _described_inputs(value: Tensors) -> Hashable:
     """Shapes, strides and types of inputs, whether they require gradients, and which of them share memory."""
     storages: dict[int, int] = {}
     numbers = [storages.setdefault(storage_of(tensor), len(storages)) for tensor in value]
-    lying = [(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in value]
-    return *numbers, *lying, *((tensor.dtype, tensor.requires_grad) for tensor in value)
+    layouts = [(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in value]
+    return *numbers, *layouts, *((tensor.dtype, tensor.requires_grad) for tensor in value)
 
 
 def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], given: int) -> KeptMemory:
-    """What is `kept`, with the tensors that come in and go out listed apart: `spans` are their memory, of which the
-    first `given` come in; None: a tensor that is absent, or new."""
+    """What is `kept`, with the tensors that come in and go out listed apart: `spans` are the memory of these tensors,
+    of which the first `given` come in. The span of an absent or new tensor is None."""
     same_memory = [  # per output, the first tensor before it that shares its memory
         next((i for i, other in enumerate(spans[:at]) if span and other and span.meets(other)), None)
         for at, span in enumerate(spans[given:], given)
@@ -415,55 +434,58 @@ def _trace_backward(
 ) -> list[_Backward]:
     """The backward of each layer, traced from the last layer to the first; empty if nothing is recorded or trained.
 
-    `halves_in`: trace its two halves, too, with images between layers in this format; None: do not.
+    `halves_in`: the format of images between layers with which the two halves are traced, too; None if they are not.
     """
     read = {id(tensor) for run in runs for tensor in run.foreign.values()}
     returning = tuple(output.requires_grad for output in runs[-1].outputs)
     numbers = {layer.module.name: at for at, layer in enumerate(layers) if isinstance(layer.module, Stash)}
     of_skips: dict[str, tuple[bool, ...]] = {}  # whether gradients of a skip's tensors come back from its `Pop`
-    found = []
+    backwards = []
     for layer, run in zip(reversed(layers), reversed(runs), strict=True):
         if isinstance(layer.module, Stash):
             returning += of_skips[layer.module.name]
         tied = layer.tied
         if read:
-            own = enumerate(layer.module.parameters())
-            tied = tuple(at for at, parameter in own if at in tied or id(parameter) in read)
+            parameters = enumerate(layer.module.parameters())
+            tied = tuple(at for at, parameter in parameters if at in tied or id(parameter) in read)
         if (key := (returning, tied)) not in run.backwards:
             run.backwards[key] = _backward(run, returning, tied, halves_in)
-        found.append(run.backwards[key])
-        returning = found[-1].wanted
+        backward = run.backwards[key]
+        backwards.append(backward)
+        returning = backward.wanted
         if isinstance(layer.module, Pop):
             kept = len(runs[numbers[layer.module.name]].inputs)
             returning, of_skips[layer.module.name] = returning[:-kept], returning[-kept:]
-    return found[::-1]
+    return backwards[::-1]
 
 
 def _backward(
     run: _Run, returning: tuple[bool, ...], tied: Sequence[int], halves_in: torch.memory_format | None
 ) -> _Backward:
-    """Count one layer's backward; the graph is retained, for another choice of outputs. `tied` are indices of the
+    """Count a layer's backward; the graph is retained, for another choice of outputs. `tied` are indices of the
     parameters that other layers have or read, too."""
-    came = {  # index of an output -> its gradient
+    gradient_of_output = {
         at: torch.empty_like(output)
         for at, (output, wanted) in enumerate(zip(run.outputs, returning, strict=True))
         if wanted and output.requires_grad
     }
-    roots, gradients = [run.outputs[at] for at in came], list[torch.Tensor | None](came.values())
+    roots = [run.outputs[at] for at in gradient_of_output]
+    gradients = list[torch.Tensor | None](gradient_of_output.values())
     if run.loss is not None and run.loss.requires_grad:
-        roots, gradients, came = [run.loss], [None], {}
-    wanted, weights = [tensor for tensor in run.inputs if tensor.requires_grad], run.trained
-    if not roots or not (wanted or weights):
+        roots, gradients, gradient_of_output = [run.loss], [None], {}
+    inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
+    weights = run.trained
+    if not roots or not (inputs or weights):
         return _Backward(returning, (False,) * len(run.inputs))
     with OperationCounter() as counter:
-        results = torch.autograd.grad(roots, [*wanted, *weights], gradients, retain_graph=True, allow_unused=True)
-    got = {id(tensor) for tensor, result in zip(wanted, results, strict=False) if result is not None}
-    reached = tuple(id(tensor) in got for tensor in run.inputs)
+        results = torch.autograd.grad(roots, [*inputs, *weights], gradients, retain_graph=True, allow_unused=True)
+    with_gradient = {id(tensor) for tensor, result in zip(inputs, results, strict=False) if result is not None}
+    reached = tuple(id(tensor) in with_gradient for tensor in run.inputs)
     # accumulation: the gradient and the sum in `.grad` are read, and the new sum is written
     added = counter.by_kind[OperationKind.ELEMENTWISE]
     added.count += len(weights)
     added.bytes += 3 * sum(weight.nbytes for weight in weights)
-    halves = None if halves_in is None else _halves(run, roots, gradients, came, tied, halves_in)
+    halves = None if halves_in is None else _halves(run, roots, gradients, gradient_of_output, tied, halves_in)
     return _Backward(returning, reached, Work(counter.by_kind), halves)
 
 
@@ -471,54 +493,56 @@ def _halves(
     run: _Run,
     roots: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
-    came: Mapping[int, torch.Tensor],
+    gradient_of_output: Mapping[int, torch.Tensor],
     tied: Collection[int],
     memory_format: torch.memory_format,
 ) -> Halves:
-    """Count the two halves of a layer's backward, which starts at `roots`; `came` has the gradients of outputs, by
-    position."""
+    """Count the two halves of a layer's backward, which starts at `roots`; `gradient_of_output` has the gradients of
+    outputs, by position."""
     parameters = list(run.module.parameters())
     elsewhere = [tensor for tensor in (*(parameters[at] for at in tied), *run.foreign.values()) if tensor.requires_grad]
-    of_inputs: dict[int, ByteRange] = {}
+    input_ranges: dict[int, ByteRange] = {}  # position of an input -> the memory of its gradient
     alive: list[Any] = []
 
     def returns(position: int, gradient: torch.Tensor) -> None:
         alive.append(gradient.untyped_storage())  # holding the gradient itself would make autograd copy it
         if gradient.stride() == layout_strides(gradient.shape, memory_format):
-            of_inputs[position] = byte_range(gradient)  # else the layer before gets a copy of it
+            input_ranges[position] = byte_range(gradient)  # else the layer before gets a copy of the gradient
 
     hooks = [tensor.register_hook(partial(returns, at)) for at, tensor in enumerate(run.inputs) if tensor.requires_grad]
     for weight in run.trained:
         weight.grad = torch.empty_like(weight)  # the sum over earlier micro-batches
-    with OperationCounter() as first:
+    with OperationCounter() as input_counter:
         deferred = backward_inputs(list(map(get_gradient_edge, roots)), gradients, tied=elsewhere, retain_graph=True)
     for hook in hooks:
         hook.remove()
-    spans = [byte_range(came[at]) if at in came else None for at in range(len(run.outputs))]
-    spans += [of_inputs.get(at) for at in range(len(run.inputs))]
-    own = {storage_of(tensor) for tensor in (*parameters, *run.module.buffers(), *run.foreign.values())}
-    given = [*run.inputs, *came.values()]
-    inputs, kept = StorageBytes(own, given), StorageBytes(own, given)
+    gradient_ranges = {at: byte_range(gradient) for at, gradient in gradient_of_output.items()}
+    spans = [gradient_ranges.get(at) for at in range(len(run.outputs))]
+    spans += [input_ranges.get(at) for at in range(len(run.inputs))]
+    weight_storages = {storage_of(tensor) for tensor in (*parameters, *run.module.buffers(), *run.foreign.values())}
+    given = [*run.inputs, *gradient_of_output.values()]
+    inputs, output_gradients = StorageBytes(weight_storages, given), StorageBytes(weight_storages, given)
     inputs.add(weight.input for weight in deferred)
-    kept.add(weight.gradient for weight in deferred if weight.gradient is not None)
+    output_gradients.add(weight.gradient for weight in deferred if weight.gradient is not None)
     kept_inputs = _described_memory(inputs, list(map(byte_range, (*run.inputs, *run.outputs))), len(run.inputs))
-    kept_gradients = _described_memory(kept, spans, len(run.outputs))
-    with OperationCounter() as second:
+    kept_gradients = _described_memory(output_gradients, spans, len(run.outputs))
+    with OperationCounter() as weight_counter:
         backward_weights(deferred)
     for tensor in (*run.inputs, *run.trained):
         tensor.grad = None
-    return Halves(Work(first.by_kind), Work(second.by_kind), kept_inputs, kept_gradients)
+    return Halves(Work(input_counter.by_kind), Work(weight_counter.by_kind), kept_inputs, kept_gradients)
 
 
 def _cost(
     lengths: Sequence[int], backward: _Backward, backward_of_large: _Backward, run: _Run, *others: _Run
 ) -> LayerCost:
-    """A layer's cost, still unnamed, from runs at both sizes, and at the first size with each length shorter by one."""
+    """A layer's cost, still unnamed, from runs at both sizes, and at the first size with each length less by 1."""
     outputs = [
         _affine(tensor, [other.outputs[position] for other in others], lengths, backward.returning[position])
         for position, tensor in enumerate(run.outputs)
     ]
-    parameters, large = list(run.module.parameters()), others[0]
+    parameters = list(run.module.parameters())
+    large = others[0]
     return LayerCost(
         "",
         sum(parameter.numel() for parameter in parameters),
@@ -564,7 +588,7 @@ def _work(small: Work, large: Work) -> Work:
 def _affine(
     small: torch.Tensor, others: Sequence[torch.Tensor], lengths: Sequence[int], has_gradient: bool
 ) -> BoundaryTensor:
-    """A shape as a function of samples and lengths; `others`: at the larger size, then with each length less by one."""
+    """A shape as a function of samples and lengths; `others`: at the larger size, then with each length less by 1."""
     first, second = _TRACED_SIZES
     large, *shorter = (tuple(other.shape) for other in others)
     per_sample = tuple((b - a) // (second - first) for a, b in zip(small.shape, large, strict=True))

@@ -21,10 +21,10 @@ ALIGNED_BYTES = 256  # the largest alignment of which torch tells cuBLASLt, whic
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """One tensor that a layer hands to the next one: its shape for any micro-batch, and whether a gradient returns.
+    """A tensor that a layer hands to the next layer: its shape for any micro-batch, and whether a gradient returns.
 
     Sentences are padded anew in each mini-batch: `per_length[i]` says how each dimension grows with length number i.
-    `in_tuple`: the layer returns a tuple, and the next one is called with a tuple, even of a single tensor. `skip`: the
+    `in_tuple`: the layer returns a tuple, and the next layer gets a tuple, even of a single tensor. `skip`: the
     name of a `Stash` that keeps the tensor for a later layer; "" for what the next layer gets.
     """
 
@@ -50,7 +50,7 @@ Boundary = tuple[BoundaryTensor, ...]
 
 
 def as_boundary(examples: Tensors) -> Boundary:
-    """What a model is given, tensors (N, ...) of any N, described by examples of them."""
+    """The boundary that describes a model's inputs, tensors (N, ...) of any N, by examples of them."""
     return tuple(BoundaryTensor((0, *t.shape[1:]), (1, *(0 for _ in t.shape[1:])), t.dtype, False) for t in examples)
 
 
@@ -65,7 +65,7 @@ def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors
 
 
 def without_graph(tensors: Tensors) -> Tensors:
-    """The tensors as leaves that share their memory and `requires_grad`."""
+    """Leaves of autograd that share the memory and `requires_grad` of `tensors`."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
@@ -84,7 +84,7 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it begins at another alignment than memory of its own would."""
+    """The tensor, or a copy of it if it begins at an address that a new allocation would not have."""
     return tensor.clone() if tensor.storage_offset() * tensor.itemsize % ALIGNED_BYTES else tensor
 
 
@@ -106,16 +106,16 @@ def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.T
 def digest(tensors: Tensors) -> str:
     """A hash of the shapes, types and bits of tensors, whatever their device and layout, for comparing runs in
     different processes (law 1)."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(_bits(tensor).cpu().numpy().data)
-    return found.hexdigest()
+        hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        hasher.update(_bits(tensor).cpu().numpy().data)
+    return hasher.hexdigest()
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors on one device have the same digest."""
-    return one.dtype is other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors on the same device have the same digest."""
+    return tensor.dtype is other.dtype and tensor.shape == other.shape and torch.equal(_bits(tensor), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,6 +123,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
-    """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples. All are aligned, so that
-    none is copied, and counted twice, where a layer hands it on."""
+    """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples. Each is aligned, so that
+    it is not copied, and counted twice, where a layer hands it on."""
     return tuple(zip(*(map(_aligned, tensor.split(list(sizes))) for tensor in batch), strict=True))

@@ -32,13 +32,13 @@ from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_
 from gpipe_cli.system.accelerator import is_accelerator
 
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others uncompiled
-_MOST_AGAIN = 4  # recompilations allowed per layer, such as for inputs that need no gradient
+_MOST_RECOMPILATIONS = 4  # allowed per layer, such as for inputs that need no gradient
 _REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """How many `graphs` torch has compiled in a process, one per kind of layer and micro-batch size, and how many of
+    """How many `graphs` torch has compiled in a process (one per kind of layer and micro-batch size), and how many of
     their forwards and backwards were `made`, or `found` in torch's cache on disk."""
 
     graphs: int = 0
@@ -51,8 +51,8 @@ class Compiled:
 
         inductor, aot = counters["inductor"], counters["aot_autograd"]
         # a layer whose forward and backward are found together counts once
-        found = inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"]
-        return cls(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_miss"], found)
+        from_cache = inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"]
+        return cls(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_miss"], from_cache)
 
     def __sub__(self, other: "Compiled") -> "Compiled":
         return Compiled(self.graphs - other.graphs, self.made - other.made, self.found - other.found)
@@ -86,8 +86,8 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
             continue
         if "forward" in vars(layer):
             raise _refused(f"layer {name} has a forward of its own, as an attribute of the object; give it a class")
-        inside = {norm: numbers[norm] for norm in layer.modules() if norm in numbers}
-        vars(layer)["forward"] = _CompiledForward(name, module, layer, statistics, inside)
+        norms = {norm: numbers[norm] for norm in layer.modules() if norm in numbers}
+        vars(layer)["forward"] = _CompiledForward(name, module, layer, statistics, norms)
 
 
 class _CompiledForward:
@@ -115,44 +115,45 @@ class _CompiledForward:
             self._moments[norm] = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean)
         # shapes of the layer's inputs -> values per channel of each norm that runs
         self._values: dict[tuple[torch.Size, ...], dict[_BatchNorm, int]] = {}
-        self._again = 0  # recompilations for shapes that the layer had been compiled for before
+        self._recompilations = 0  # for shapes that the layer had been compiled for before
 
     def __call__(self, value: Any) -> Any:
         if not self._module.training:
             return _forward(self._layer, value)
-        before = {norm: redirect(norm, *self._moments[norm]) for norm in self._norms if norm.training}
+        redirected = {norm: redirect(norm, *self._moments[norm]) for norm in self._norms if norm.training}
         try:
             shapes = tuple(tensor.shape for tensor in as_tuple(value))
-            known, graphs = shapes in self._values, Compiled.so_far().graphs
-            if not known:
-                self._values[shapes] = self._look(value)
+            was_compiled = shapes in self._values
+            graphs_before = Compiled.so_far().graphs
+            if not was_compiled:
+                self._values[shapes] = self._count_values(value)
             with naming_layer(self._name):
                 returned = _compiled()(self._layer, value)
-            self._again += known and Compiled.so_far().graphs > graphs
-            if self._again > _MOST_AGAIN:
+            self._recompilations += was_compiled and Compiled.so_far().graphs > graphs_before
+            if self._recompilations > _MOST_RECOMPILATIONS:
                 why = f"layer {self._name} is compiled again and again, as something in it changes from step to step"
                 raise _refused(why)
         finally:
-            for norm, tracked in before.items():
+            for norm, tracked in redirected.items():
                 put_back(norm, tracked)
         self._track(self._values[shapes])
         return returned
 
     @torch.no_grad()
-    def _look(self, value: Any) -> dict[_BatchNorm, int]:
+    def _count_values(self, value: Any) -> dict[_BatchNorm, int]:
         """The number of values per channel of each norm's input, found by running the layer uncompiled."""
-        seen: dict[_BatchNorm, int] = {}
+        values_per_channel: dict[_BatchNorm, int] = {}
 
-        def runs(norm: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
+        def count(norm: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
             if not norm.training:
                 return
-            if norm in seen:
+            if norm in values_per_channel:
                 raise _refused(f"layer {self._name} applies a batch norm twice, which is not tracked in compiled code")
-            seen[norm] = inputs[0].numel() // norm.num_features
+            values_per_channel[norm] = inputs[0].numel() // norm.num_features
 
         if not self._norms:
-            return seen
-        hooks = [norm.register_forward_pre_hook(runs) for norm in self._norms]
+            return values_per_channel
+        hooks = [norm.register_forward_pre_hook(count) for norm in self._norms]
         device = next(iter(self._moments.values()))[0].device
         try:
             with torch.random.fork_rng([device] if is_accelerator(device) else []):
@@ -160,7 +161,7 @@ class _CompiledForward:
         finally:
             for hook in hooks:
                 hook.remove()
-        return seen
+        return values_per_channel
 
     def _track(self, values: dict[_BatchNorm, int]) -> None:
         slots: list[torch.Tensor] = []
@@ -219,6 +220,6 @@ def _compiled() -> Callable[[nn.Module, Any], Any]:
         # on GPUs no kernel is then chosen by timing, which also fixes the order of sums
         _inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # the processes of a run already compile in parallel; a killed one would leave its compile workers behind
+        # the processes of a run already compile in parallel; a killed process would leave its compile workers running
         _inductor.config.compile_threads = 1
     return torch.compile(_forward, dynamic=False, fullgraph=True)

@@ -3,7 +3,7 @@
 Every micro-batch writes its mean and variance into a slot of its own; `commit` merges the slots once per mini-batch. A
 recomputation writes nothing, so nothing is counted twice, and uneven or short mini-batches need no counting of calls.
 The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: with the same inputs the running
-statistics are those of one big batch.
+statistics are those of a single big batch.
 
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
@@ -35,7 +35,7 @@ def alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 @dataclass
 class _Slot:
-    """The moments of one micro-batch in all norms: a flat tensor (2, sum of widths), its views for each norm, and the
+    """The moments of a micro-batch in all norms: a flat tensor (2, sum of widths), its views for each norm, and the
     number of values per channel of each norm that has written to it."""
 
     moments: torch.Tensor
@@ -44,11 +44,11 @@ class _Slot:
 
 
 Moments: TypeAlias = list[_Slot]
-"""The slots of a micro-batch: one for each application of a norm in a forward; most models have one."""
+"""The slots of a micro-batch: one for each application of a norm in a forward; in most models a single slot."""
 
 
 class BatchStatistics:
-    """The slots of one stage's batch norms, one slot per micro-batch. All norms share a slot's flat tensor, so that a
+    """The slots of a stage's batch norms, one slot per micro-batch. All norms share a slot's flat tensor, so that a
     commit costs a dozen operations per stage, not per norm.
 
     A norm's width in that tensor is its C channels plus padding, so that the next norm begins at an aligned address.
@@ -57,7 +57,7 @@ class BatchStatistics:
 
     def __init__(self) -> None:
         self._norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
-        self._slots: dict[int, Moments] = {}  # of each micro-batch; reused in every step
+        self._slots: dict[int, Moments] = {}  # by micro-batch; reused in every step
         self._open: Moments | None = None
         # running statistics changed by the newest mini-batch, each with that mini-batch's own value
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -78,12 +78,12 @@ class BatchStatistics:
         return self._slots[micro_batch]
 
     def new_moments(self) -> Moments:
-        """Slots that norms write to in a forward of one micro-batch."""
+        """Slots that norms write to in a micro-batch's forward."""
         return [self._new_slot()] if self._norms else []
 
     @contextmanager
     def recording(self, moments: Moments | None) -> Iterator[None]:
-        """Inside, a forward of one micro-batch, norms in training mode write to these slots anew; None: nowhere."""
+        """Inside, in a micro-batch's forward, norms in training mode write to these slots anew, or nowhere if None."""
         for slot in moments or ():
             slot.counts.clear()
         self._open = moments
@@ -93,11 +93,11 @@ class BatchStatistics:
             self._open = None
 
     def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where norm number `norm` writes mean and variance, (C,) each; None if it must not."""
+        """Where norm number `norm` writes mean and variance, (C,) each; None if it must write nothing."""
         if self._open is None:
             return None, None
         slot = next((slot for slot in self._open if norm not in slot.counts), None)
-        if slot is None:  # if the norm is applied again: like `nn.BatchNorm`, `commit` tracks that as one more batch
+        if slot is None:  # if the norm is applied again: like `nn.BatchNorm`, `commit` tracks that as another batch
             slot = self._new_slot()
             self._open.append(slot)
         slot.counts[norm] = values_per_channel
@@ -110,7 +110,8 @@ class BatchStatistics:
     @torch.no_grad()
     def copy(self, moments: Moments, micro_batch: int) -> None:
         """Take over what a graph has written to `moments` as the moments of a micro-batch."""
-        slots, used = self.of(micro_batch), [written for written in moments if written.counts]
+        slots = self.of(micro_batch)
+        used = [written for written in moments if written.counts]
         while len(slots) < len(used):
             slots.append(self._new_slot())
         for slot, written in zip(slots, used, strict=False):
@@ -162,7 +163,7 @@ class BatchStatistics:
             return self._norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
         rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
         values, total = _values_of_channels(rows, self._widths, used[0].moments.device)
-        # products of all micro-batches at once, as each takes a launch; sums one after another, in the order of these
+        # products of all micro-batches at once, as each product takes a launch; sums in the micro-batches' order
         means, variances = torch.stack([slot.moments for slot in used], dim=1).double()
         mean = torch.zeros_like(total)
         for weighted in means * values:
@@ -178,8 +179,8 @@ class BatchStatistics:
     @property
     def _widths(self) -> tuple[int, ...]:
         """How many numbers each norm takes up in a flat tensor: its channels, up to the next aligned address."""
-        aligned = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self._norms]
-        return tuple(-(-norm.num_features // of) * of for norm, of in zip(self._norms, aligned, strict=True))
+        units = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self._norms]
+        return tuple(-(-norm.num_features // unit) * unit for norm, unit in zip(self._norms, units, strict=True))
 
     def _of_norms(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each norm's channels, (C,), in a flat tensor (sum of widths,)."""
@@ -190,23 +191,25 @@ class BatchStatistics:
         self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Move the running statistics of the norms `seen` towards `mean` and `variance`; returns what `_merge` does."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         by_momentum: dict[float | None, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
-        counts = [norm.num_batches_tracked for norm, was in zip(self._norms, seen, strict=True) if was]
+        counts = [norm.num_batches_tracked for norm, was_used in zip(self._norms, seen, strict=True) if was_used]
         torch._foreach_add_(counts, 1)
-        for norm, was, *new in zip(self._norms, seen, self._of_norms(mean), self._of_norms(variance), strict=True):
-            if not was:
+        for norm, was_used, *moments in zip(
+            self._norms, seen, self._of_norms(mean), self._of_norms(variance), strict=True
+        ):
+            if not was_used:
                 continue
-            running, news, shares = by_momentum.setdefault(norm.momentum, ([], [], []))
+            running, merged, shares = by_momentum.setdefault(norm.momentum, ([], [], []))
             running += norm.running_mean, norm.running_var
-            news += new
+            merged += moments
             if norm.momentum is None:  # as in nn.BatchNorm: the plain average over all mini-batches
                 # computed on the device: reading the count would wait for a GPU
                 shares += [norm.num_batches_tracked.double().reciprocal().to(mean.dtype)] * 2
-        for momentum, (running, news, shares) in by_momentum.items():
-            torch._foreach_lerp_(running, news, shares if momentum is None else momentum)
-            found += zip(running, news, strict=True)
-        return found
+        for momentum, (running, merged, shares) in by_momentum.items():
+            torch._foreach_lerp_(running, merged, shares if momentum is None else momentum)
+            changed += zip(running, merged, strict=True)
+        return changed
 
 
 @lru_cache(maxsize=256)  # entries for all stages of a process and all sizes of mini-batch
@@ -214,9 +217,9 @@ def _values_of_channels(
     rows: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The number of values of every channel by micro-batch, (M, sum of widths), and in all; `rows` has them by norm."""
-    repeats, length = torch.tensor(widths), sum(widths)
     by_norm = torch.tensor(rows, dtype=torch.float64)
-    values = to_device(by_norm.repeat_interleave(repeats, dim=1, output_size=length), device)
+    by_channel = by_norm.repeat_interleave(torch.tensor(widths), dim=1, output_size=sum(widths))
+    values = to_device(by_channel, device)
     return values, values.sum(dim=0)  # whole numbers: exact in any order
 
 
@@ -261,20 +264,20 @@ def deferring(module: nn.Module) -> Iterator[None]:
             del vars(norm)["forward"]
 
 
-# Known forwards, by name, so that timm need not be imported. A subclass that inherits one of them is known, too.
+# Known forwards, by name, so that timm need not be imported. A subclass that inherits such a forward is known, too.
 _KNOWN = (("torch.nn.modules.batchnorm", "_BatchNorm.forward"), ("timm.layers.norm_act", "BatchNormAct2d.forward"))
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _is_known(norm: _BatchNorm) -> bool:
     forward = type(norm).forward
-    own = "forward" in vars(norm) or any(norm._buffers.get(name) is None for name in _STATISTICS)
-    return not own and (forward.__module__, forward.__qualname__) in _KNOWN
+    is_altered = "forward" in vars(norm) or any(norm._buffers.get(name) is None for name in _STATISTICS)
+    return not is_altered and (forward.__module__, forward.__qualname__) in _KNOWN
 
 
 def redirect(norm: _BatchNorm, mean: torch.Tensor | None, variance: torch.Tensor | None) -> tuple[Any, ...]:
-    """Make a norm in training mode write the mean and unbiased variance of its input to these tensors, (C,) each;
-    None: nowhere. Returns what `put_back` takes."""
+    """Make a norm in training mode write the mean and unbiased variance of its input to these tensors, (C,) each,
+    or nowhere if they are None. Returns what `put_back` takes."""
     buffers = norm._buffers
     before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], norm.momentum
     # with a momentum of 1 the kernel that normalizes also stores the moments of this micro-batch, for free
@@ -290,7 +293,8 @@ def put_back(norm: _BatchNorm, before: tuple[Any, ...]) -> None:
 
 def _deferred(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
     """The norm's own forward, which in training writes the micro-batch's moments to its slot."""
-    forward, index = type(norm).forward, statistics.register(norm)
+    forward = type(norm).forward
+    index = statistics.register(norm)
     attributes, channels = vars(norm), norm.num_features
 
     def run(input: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The backward of a micro-batch in two halves: the gradients of inputs (I), and later those of weights (W).
 
 The previous stage waits only for the gradients of inputs, so a schedule can do W where a stage would be idle. Departs
-from the paper, whose backward is one; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
+from the paper, which does not split it; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
 
 Layers need no change. The recorded autograd graph is searched for convolutions and matrix products whose weight nothing
 else uses. In I they compute only the gradient of their input; their input and the gradient of their output are kept.
@@ -57,8 +57,8 @@ def backward_inputs(
     are weights that are also used outside the graph of `roots`.
     """
     elsewhere = [get_gradient_edge(weight).node for weight in tied]
-    found, leaves = _look_through([root.node for root in roots], elsewhere)
-    if not found:
+    deferrable, leaves = _look_through([root.node for root in roots], elsewhere)
+    if not deferrable:
         torch.autograd.backward(roots, gradients, retain_graph)
         return []
     deferred: list[DeferredWeight] = []
@@ -69,9 +69,9 @@ def backward_inputs(
             deferred.append(weight)
             keeps(given[0])
 
-    hooks = [node.register_prehook(partial(reached, weight)) for node, weight in found.items()]
-    # with the found nodes, so that they run even where nothing wants the gradient of their input
-    wanted = [GradientEdge(node, 0) for node in (*leaves, *found)]
+    hooks = [node.register_prehook(partial(reached, weight)) for node, weight in deferrable.items()]
+    # with the deferrable nodes, so that they run even where nothing wants the gradient of their input
+    wanted = [GradientEdge(node, 0) for node in (*leaves, *deferrable)]
     torch.autograd.backward(roots, gradients, retain_graph, inputs=wanted)
     for hook in hooks:
         hook.remove()
@@ -104,7 +104,8 @@ def backward_weights(deferred: list[DeferredWeight]) -> None:
 
 def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:
     """The nodes whose weights can wait, and all leaves but these weights; leaves `elsewhere` have other uses, too."""
-    uses, products, leaves = dict.fromkeys(roots, 1), list[tuple[Node, Any]](), list[Node]()
+    uses = dict.fromkeys(roots, 1)
+    products, leaves = list[tuple[Node, Any]](), list[Node]()
     ahead = list(uses)
     while ahead:
         node = ahead.pop()
@@ -117,20 +118,21 @@ def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dic
             return {}, []
         for following, _ in edges:
             if following is not None:
-                before = uses.get(following, 0)
-                uses[following] = before + 1
-                if not before:
+                uses_before = uses.get(following, 0)
+                uses[following] = uses_before + 1
+                if not uses_before:
                     ahead.append(following)
     for node in elsewhere:
         uses[node] = uses.get(node, 0) + 1
-    found, later = dict[Node, DeferredWeight](), set[Node]()
+    deferrable = dict[Node, DeferredWeight]()
+    waiting_leaves = set[Node]()
     for node, edges in products:
         weights = [_weight_behind(edge[0], uses) for edge in edges]
         if (product := _PRODUCTS[type(node).__name__](node, weights)) is not None:
             places, input, compute = product
-            found[node] = DeferredWeight([GradientEdge(*edges[place]) for place in places], compute, input)
-            later.update(leaf for place in places if (leaf := weights[place]) is not None)
-    return found, [leaf for leaf in leaves if leaf not in later]
+            deferrable[node] = DeferredWeight([GradientEdge(*edges[place]) for place in places], compute, input)
+            waiting_leaves.update(leaf for place in places if (leaf := weights[place]) is not None)
+    return deferrable, [leaf for leaf in leaves if leaf not in waiting_leaves]
 
 
 def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
@@ -144,24 +146,24 @@ def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
 
 
 _Product: TypeAlias = tuple[Sequence[int], torch.Tensor, Compute]
-"""Of a node: the indices of the edges that can wait, its input, and the function that computes their gradients."""
+"""A node's edges that can wait (by index), its input, and the function that computes the gradients of these edges."""
 
 
 def _convolution(node: Any, weights: Sequence[Node | None]) -> _Product | None:
-    """One kernel computes the gradients of a convolution's weight and bias, so either both wait or neither does."""
+    """The same kernel computes a convolution's weight and bias gradients, so either both wait or neither does."""
     bias = node.next_functions[2][0] is not None
     if weights[1] is None or (bias and weights[2] is None):
         return None
     weight = node._saved_weight
-    # its values are not read, and keeping it would keep the copy that autocast made
+    # the kernel does not read the weight's values, and keeping it would keep the copy that autocast made
     like = partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
     names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
     settings = [getattr(node, f"_saved_{name}") for name in names]
     places = (1, 2) if bias else (1,)
 
     def compute(input: torch.Tensor, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        found = torch.ops.aten.convolution_backward(gradient, input, like(), *settings, (False, True, bias))
-        return [found[place] for place in places]
+        computed = torch.ops.aten.convolution_backward(gradient, input, like(), *settings, (False, True, bias))
+        return [computed[place] for place in places]
 
     return places, node._saved_input.detach(), compute
 

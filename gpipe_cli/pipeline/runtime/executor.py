@@ -1,6 +1,6 @@
 """Runs a schedule: what F, R, B, I and W mean (paper section 2.2, Figure 2(c)).
 
-A process performs, in order, the actions of the stages that live in it: one stage, some, or all of them; only the
+A process performs, in order, the actions of the stages that live in it: a single stage, some, or all of them; only the
 transport differs. There is no other path: training with one partition and evaluation are schedules too.
 """
 
@@ -63,7 +63,7 @@ class Executor:
         first_micro_batch: int = 0,
         replicas: Replicas | None = None,
     ) -> Recording:
-        """Run one mini-batch: all actions of the schedule on the stages of this process.
+        """Run a mini-batch: all actions of the schedule on the stages of this process.
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch; the
         process of the first stage needs `inputs`, (N, ...) each, that of the last stage `objective`. With `replicas`,
@@ -74,20 +74,20 @@ class Executor:
         micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)
         for index, stage in self._stages.items():
-            last = objective if index == self._last else None
-            stage.begin_step(step, last, first_micro_batch, schedule.stages[index] if sizes else ())
+            stage_objective = objective if index == self._last else None
+            stage.begin_step(step, stage_objective, first_micro_batch, schedule.stages[index] if sizes else ())
         recording = self.recorder.begin_step(schedule)
         if replicas is not None:
             replicas.begin_step({index: stage.module for index, stage in self._stages.items()})
         for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
             self._on_action(action, sizes[action.micro_batch], lengths)
-            ends = action == schedule.stages[action.stage][-1]
-            with replicas.last_action(action.stage) if replicas is not None and ends else nullcontext():
+            is_last = action == schedule.stages[action.stage][-1]
+            with replicas.last_action(action.stage) if replicas is not None and is_last else nullcontext():
                 self._perform(action, keep, schedule, micro_batches, recording)
         if replicas is not None and not sizes:
             for index in self._stages:
                 with replicas.last_action(index):
-                    pass  # without samples it has no gradients
+                    pass  # a pipeline without samples computes no gradients
         for stage in self._stages.values():
             stage.finish_step(alone if replicas is None else replicas.gather)
         self._transport.finish_step()
@@ -105,7 +105,7 @@ class Executor:
         micro_batches: Sequence[Tensors],
         recording: Recording,
     ) -> None:
-        """One action on stage k, in four steps; the recording gets the time between them.
+        """Perform an action on stage k, in four steps; the recording gets the time between them.
 
              1. receive             2. compute                           3. send        4. post
 
@@ -171,5 +171,5 @@ class Executor:
 def _actions_of(
     schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
 ) -> tuple[tuple[Action, Retain], ...]:
-    """The actions of `stages` in the order in which their process performs them, each with what its stage keeps."""
+    """The actions of `stages` in the order in which their process performs them, with what each stage keeps."""
     return tuple(pair for pair in linearize_retained(schedule, device_of_stage) if pair[0].stage in stages)

@@ -1,5 +1,5 @@
 """Initial weights that are the same for every cut: a layer's depend only on the run's seed and the layer's global name.
-(With one seed per process, each number of partitions would start from other weights.)
+(With a seed for each process, each number of partitions would start from other weights.)
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def materialize(
     `model` is on the meta device: a process allocates and initialises only its own layers. Initial values are drawn on
     the CPU, so that they are the same on every kind of device. If layers cannot initialise themselves, `whole` builds
     the model instead, with all values and from the run's seed, and the layers are taken from that. A tied weight has
-    the values that the first layer with it gives it; all uses of one are the same parameter. Raises InputError for a
+    the values that the first layer with it gives it; all its uses are the same parameter. Raises InputError for a
     layer that cannot initialise itself, or that has tensors of an earlier call on the meta device.
     """
     if whole is not None:
@@ -57,14 +57,15 @@ def materialize(
             _initialise(name, stage.get_submodule(name), run_seed)
     for tie in ties:
         if used := here(tie, stage):
-            holder, first = stage, tie.layers[0]
+            holder: nn.Sequential = stage
+            first = tie.layers[0]
             if whole is None and first not in stage._modules:
                 holder = nn.Sequential(OrderedDict({first: deepcopy(model.get_submodule(first))}))
                 _initialise(first, holder.get_submodule(first), run_seed)
             value = holder.get_parameter(tie.name if first in holder._modules else used[0][0])
-            # of its own, as other stages in this process have the weight, too
-            own = nn.Parameter(value.detach().clone(), value.requires_grad)
-            set_parameter(stage, list(chain.from_iterable(used)), own)
+            # a copy, as other stages in this process have the weight, too
+            parameter = nn.Parameter(value.detach().clone(), value.requires_grad)
+            set_parameter(stage, list(chain.from_iterable(used)), parameter)
     for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
         if tensor.is_meta:
             raise InputError(f"model.target: {name} {NO_VALUES}")
@@ -77,8 +78,8 @@ def _initialise(name: str, layer: nn.Module, run_seed: int) -> None:
     its own `initialise_weights`, or else by the `reset_parameters` of its modules."""
     layer.to_empty(device="cpu")
     seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
-    if (own := getattr(layer, "initialise_weights", None)) is not None:
-        own()
+    if (initialise := getattr(layer, "initialise_weights", None)) is not None:
+        initialise()
         return
     for path, module in layer.named_modules():
         if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:

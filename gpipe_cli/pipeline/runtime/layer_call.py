@@ -1,4 +1,4 @@
-"""Calls one layer, on the meta device or in a stage, and refuses a layer that changes its input in place.
+"""Calls a layer, on the meta device or in a stage, and refuses a layer that changes its input in place.
 
 A stage keeps its input and recomputes its layers from it (paper section 2.3). A layer that changes its input in place
 would be recomputed from other values, or be refused by autograd, depending on the cut. So it is refused anywhere in the
@@ -76,6 +76,6 @@ def _changes(layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> bo
     versions = [tensor._version for tensor in given]
     try:
         layer(as_value(given, in_tuple))
-    except Exception:  # it raises for another reason
+    except Exception:  # the layer raises for another reason
         return False
     return [tensor._version for tensor in given] != versions

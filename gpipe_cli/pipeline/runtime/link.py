@@ -1,6 +1,6 @@
 """A link sends tensors in one direction between the processes of two neighbouring stages.
 
-Each link has a process group of its own. NCCL runs the operations of a group one after another, and a send ends only
+Each link has a process group of its own. NCCL runs the operations of a group in turn, and a send ends only
 when its receive runs: in a shared group, a receive that was posted early could block the send that would free it, and
 every receive would delay the sends behind it.
 """
@@ -54,7 +54,7 @@ class Links:
 
 
 class GroupLink:
-    """A link over a process group of two; several tensors are one operation if the backend can batch them."""
+    """A link over a process group of two; several tensors are a single operation if the backend batches them."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer, self._group = peer, group
@@ -99,7 +99,7 @@ class _Sending:
 
 def wait_for(works: Sequence[Work], device: torch.device, timeout: timedelta) -> None:
     """Wait for operations on tensors of `device`. On an accelerator later kernels of the current stream wait, not this
-    thread; else raises RuntimeError for one that takes longer than `timeout` (0: no limit)."""
+    thread; else raises RuntimeError for an operation that takes longer than `timeout` (0: no limit)."""
     for work in works:
         if is_accelerator(device):
             work.wait()

@@ -1,4 +1,4 @@
-"""What modules hold besides their parameters, put back after runs that are to leave no trace."""
+"""The state that modules hold besides their parameters, restored after runs that must leave it as it was."""
 
 import pickle
 import random
@@ -28,18 +28,18 @@ def putting_back(module: nn.Module) -> Iterator[Attributes]:
     try:
         yield attributes
     finally:
-        for own, before in attributes:
-            own.clear()
-            own.update(before)
+        for entries, entries_before in attributes:
+            entries.clear()
+            entries.update(entries_before)
         for buffer, value in buffers:
-            if not same_bits(buffer, value):  # an unchanged one may not be writable
+            if not same_bits(buffer, value):  # an unchanged buffer may not be writable
                 buffer.data.copy_(value)  # unseen by autograd, which may need the buffer for a backward
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    return [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]
+    return [(entries, dict(entries)) for inner in module.modules() for entries in (vars(inner), inner._buffers)]
 
 
 def other_generators() -> bytes:

@@ -29,7 +29,7 @@ class P2PTransport:
     process of every stage. Raises PeerLostError if a neighbour does not connect.
 
     `early`: receives are posted as soon as their buffers are free. Otherwise they are posted so that a GPU may block a
-    launch without a deadlock (`schedule/prefetched_receives.py`). None: early on a CPU only.
+    launch without a deadlock (`schedule/prefetched_receives.py`). By default receives are early on a CPU only.
     """
 
     def __init__(
@@ -42,10 +42,12 @@ class P2PTransport:
         early: bool | None = None,
     ) -> None:
         self._process, self._process_of_stage, self._links = process, tuple(process_of_stage), links.of_edge
-        self._described, self._routes = boundaries, Routes()
+        self._boundaries = boundaries
+        self._routes = Routes()
         self._device, self._memory_format = device, boundaries.memory_format
         self._early = not is_accelerator(device) if early is None else early
-        self._timeout, self._waits = datetime.timedelta(seconds=links.timeout_seconds), links.waits
+        self._timeout = datetime.timedelta(seconds=links.timeout_seconds)
+        self._waits = links.waits
         self._local = LocalTransport([device] * len(process_of_stage), boundaries)  # between stages that are both here
         # sends in flight, with their tensors, which must live until they have been sent
         self._sends: deque[tuple[Sequence[torch.Tensor], Sequence[Work]]] = deque()
@@ -62,7 +64,7 @@ class P2PTransport:
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
-        self._routes = self._described.routes(schedule)
+        self._routes = self._boundaries.routes(schedule)
         self._sizes, self._lengths = sizes, lengths
         self._local.begin_step(schedule, sizes, lengths)
         self._to_post = deque(
@@ -75,8 +77,8 @@ class P2PTransport:
         self._post()
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        for peer, some in self._routes.sent(action, tensors):
-            self._send_to(peer, action, some)
+        for receiver, routed in self._routes.sent(action, tensors):
+            self._send_to(receiver, action, routed)
 
     def _send_to(self, receiver: int, action: Action, tensors: OptionalTensors) -> None:
         direction = action.kind.direction
@@ -142,12 +144,12 @@ class P2PTransport:
         while self._to_post and self._to_post[0].after <= self._launched:
             receive = self._to_post.popleft()
             edge = (receive.action.kind.direction, receive.sender, receive.action.stage)
-            received = [t for t in self._boundary(edge) if t.has_gradient or edge[0] is Kind.F]
+            awaited = [t for t in self._boundary(edge) if t.has_gradient or edge[0] is Kind.F]
             samples = self._sizes[receive.action.micro_batch]
             if self._receiving is not None and receive.freed:
                 self._receiving.wait_event(self._ends[receive.freed])
             with on_stream(self._receiving):
-                tensors = [self._buffer((edge, receive.buffer, i), t, samples) for i, t in enumerate(received)]
+                tensors = [self._buffer((edge, receive.buffer, i), t, samples) for i, t in enumerate(awaited)]
                 if receive.freed:
                     self._let_leave({storage_of(tensor) for tensor in tensors})
                 with self._waiting(f"receive from process {self._links[edge].peer}"):
@@ -157,12 +159,12 @@ class P2PTransport:
     def _let_leave(self, storages: set[int]) -> None:
         """Wait for sends from these storages: a layer may have passed on its input, or a part of it, whose receive
         buffer is about to be overwritten."""
-        for sending in [one for one in self._sends if not storages.isdisjoint(map(storage_of, one[0]))]:
+        for send in [send for send in self._sends if not storages.isdisjoint(map(storage_of, send[0]))]:
             if self._receiving is None:
                 # Gloo's wait consumes the completion: a second wait would never return
-                self._sends = deque(one for one in self._sends if one is not sending)
+                self._sends = deque(other for other in self._sends if other is not send)
             # on a GPU only this stream waits: the send stays listed, as its tensors must live until it is done
-            self._finish(sending[1])
+            self._finish(send[1])
 
     def _boundary(self, edge: Edge) -> Boundary:
         kind, sender, receiver = edge
@@ -176,10 +178,10 @@ class P2PTransport:
         return memory.as_strided(shape, layout_strides(shape, self._memory_format))
 
     def _connect(self, seconds: float) -> None:
-        """Send one message over each link, in the same order in all processes.
+        """Send a message over each link, in the same order in all processes.
 
         Backends may connect (NCCL: make communicators) at the first message, and deadlock if processes do so in
-        different orders. The messages also show at the start whether neighbours agree on their edges.
+        different orders. These messages also show at the start whether neighbours agree on their edges.
         """
         for (_, _, stage), link in sorted(self._links.items()):
             token = [torch.zeros(1, device=self._device)]

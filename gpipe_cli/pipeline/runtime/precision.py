@@ -2,7 +2,7 @@
 
 Departs from the paper, which does not state its precision; TPUs multiply in bfloat16. Autocast's cache of cast weights
 is off: a cast would be shared inside a stage but not across a cut, so gradients would be summed in another order. So
-each graph that is kept has its own copy of the cast weights, which a plan counts among the activations: one copy with
+each graph that is kept has its own copy of the cast weights, which a plan counts among the activations: a copy with
 `recompute=always`, and with `except_last` in the schedule gpipe; up to M with `never`.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, products and convolutions compute in `dtype`; None: in the type of their inputs.
+    """Inside, products and convolutions compute in `dtype`, or in the type of their inputs if it is None.
 
     Sets autocast's state itself: `torch.autocast` ignores CUDA on a machine without a GPU, where runs may be planned.
     """
@@ -22,13 +22,17 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
         yield
         return
     kind = device.type
-    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    enabled, dtype_before, caches = (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_enabled(kind, before[0])
-        torch.set_autocast_dtype(kind, before[1])
-        torch.set_autocast_cache_enabled(before[2])
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype_before)
+        torch.set_autocast_cache_enabled(caches)

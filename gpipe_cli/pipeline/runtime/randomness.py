@@ -47,11 +47,11 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def keeping_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Afterwards the default generators are as before, for a program that draws numbers of its own: each process would
-    go on from the seed of another layer."""
-    before = [(generator, generator.get_state()) for device in devices for generator in generators(device)]
+    """Restores the default generators afterwards, for a program that draws numbers of its own: otherwise each process
+    would go on from the seed of another layer."""
+    states = [(generator, generator.get_state()) for device in devices for generator in generators(device)]
     try:
         yield
     finally:
-        for generator, state in before:
+        for generator, state in states:
             generator.set_state(state)

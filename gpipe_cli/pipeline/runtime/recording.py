@@ -1,6 +1,6 @@
-"""What each stage did when: clock marks that the executor makes as it performs a schedule, and their timeline.
+"""Clock marks of what each stage did when, made by the executor as it performs a schedule, and their timeline.
 
-The paper sums this up in one chart (NeurIPS version, section 3.1: computation, recomputation, bubble, load imbalance,
+The paper sums this up in a chart (NeurIPS version, section 3.1: computation, recomputation, bubble, load imbalance,
 weight update); here it is recorded for every step of every run. A mark costs one reading of a clock: on a CPU of the
 host's monotonic clock, which all processes of a machine share; on a GPU an event in its stream, read a step later, so
 that the host does not wait for it.
@@ -27,8 +27,8 @@ class HostClock:
     """The clock of a CPU, whose work is done when a call returns."""
 
     now = staticmethod(time.perf_counter)
-    # CPU time of the calling thread, which computes. OpenMP's threads wait for each other within a millisecond, so a
-    # core that one of them lacks shows in this one, too.
+    # CPU time of the calling thread, which computes. OpenMP's threads wait for each other within a millisecond, so
+    # this thread's time also shows a core that another thread lacks.
     core_seconds = staticmethod(time.thread_time)
 
     def begin_step(self) -> None:
@@ -39,15 +39,15 @@ class HostClock:
         return float
 
     def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
-        """Like `reader`, but for all marks of one stage, of which the last must be the latest."""
+        """Like `reader`, but for all marks of a stage, of which the last must be the latest."""
         return list
 
 
 class StreamClock:
     """The clock of a GPU: calls only launch work, so events are recorded between its kernels.
 
-    An event is read as the time since another one, in float32: so each step counts from an event of its own, which
-    counts from the previous step's. Other events are reused: a step's marks are read before the next but one begins.
+    An event is read as the time since another event, in float32: so each step counts from an event of its own, which
+    counts from the previous step's. Other events are reused: marks are read within the step that follows theirs.
     """
 
     core_seconds = staticmethod(float)  # always 0: the device does the work
@@ -57,7 +57,7 @@ class StreamClock:
         self._steps = 0
         self._reference: _Reference | None = None
         self._beside = new_stream(device)  # a stream without work, for anchors
-        self._events: list[torch.Event] = []  # events of this step and of the one before
+        self._events: list[torch.Event] = []  # events of this step and of the step before
         self._events_before: list[torch.Event] = []
         self._marks = 0  # marks made in this step
 
@@ -92,18 +92,18 @@ class StreamClock:
 
 
 class _Reference:
-    """An event that others count from, and its time on the host's clock: known, or counted from `previous`."""
+    """An event that others count from, and its time on the host's clock: given, or counted from `previous`."""
 
     def __init__(self, event: Any, seconds: float | None, previous: "_Reference | None") -> None:
-        self._event, self._known, self._previous = event, seconds, previous
+        self._event, self._seconds, self._previous = event, seconds, previous
 
     @property
     def seconds(self) -> float:
-        if self._known is None:
+        if self._seconds is None:
             assert self._previous is not None
-            self._known = self._previous.read(self._event)
+            self._seconds = self._previous.read(self._event)
             self._previous = None
-        return self._known
+        return self._seconds
 
     def read(self, mark: Any) -> float:
         return self.read_all((mark,))[0]
@@ -117,7 +117,7 @@ Clock: TypeAlias = HostClock | StreamClock  # marks moments in the order of a de
 
 
 class Recording:
-    """The marks of one step on the stages of this process, read by `seconds` when there is time for it."""
+    """The marks of a step on the stages of this process, read by `seconds` when there is time for it."""
 
     def __init__(self, schedule: Schedule, readers: Mapping[int, Callable[[Sequence[Mark]], list[float]]]) -> None:
         self.schedule = schedule
@@ -143,29 +143,30 @@ class Recording:
 
     def without_core(self, stage: int) -> float:
         """The share of its computing time for which the stage had no core, taken by other processes; 0 on a GPU."""
-        had = self._core_seconds[stage]
-        if not had:
+        core_seconds = self._core_seconds[stage]
+        if not core_seconds:
             return 0.0
         marks = self._marks[stage]
-        return max(0.0, 1 - had / sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS)))
+        computing_seconds = sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS))
+        return max(0.0, 1 - core_seconds / computing_seconds)
 
     def seconds(self) -> dict[int, list[float]]:
         """By stage, seconds of the host's clock: MARKS per action, in the schedule's order, then ENDS. On a GPU this
         waits for the last mark."""
-        read: dict[int, list[float]] = {}
+        seconds: dict[int, list[float]] = {}
         for stage, reader in self._readers.items():
             marks = self._marks[stage]
             sums = self._sums.get(stage, marks[-1:] * 2)
-            read[stage] = reader([*marks, *sums, *self._updates.get(stage, sums[-1:] * 2)])
-        return read
+            seconds[stage] = reader([*marks, *sums, *self._updates.get(stage, sums[-1:] * 2)])
+        return seconds
 
 
 class Recorder:
     """Records steps on the stages (by index) of this process, which live on `devices`."""
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
-        of = {device: StreamClock(device) if is_accelerator(device) else HostClock() for device in devices.values()}
-        self.clocks: dict[int, Clock] = {stage: of[device] for stage, device in devices.items()}
+        clocks = {device: StreamClock(device) if is_accelerator(device) else HostClock() for device in devices.values()}
+        self.clocks: dict[int, Clock] = {stage: clocks[device] for stage, device in devices.items()}
 
     def begin_step(self, schedule: Schedule) -> Recording:
         for clock in set(self.clocks.values()):
@@ -174,7 +175,7 @@ class Recorder:
 
 
 def room(micro_batches: int) -> int:
-    """The most numbers in a stage's recording of one step: each micro-batch has at most an F, an R, an I and a W."""
+    """The most numbers in a stage's recording of a step: each micro-batch has at most an F, an R, an I and a W."""
     return 4 * micro_batches * MARKS + ENDS
 
 
@@ -201,9 +202,9 @@ def measured_timeline(
         beside: list[Event] = []
         for at, action in enumerate(actions):
             begun, received, computed, handed_on = numbers[at * MARKS : (at + 1) * MARKS]
-            needed = schedule.source(action)
-            if needed is not None:
-                beside += gap(action, max(begun, min(began_seconds, received)), received, ends[needed])
+            source = schedule.source(action)
+            if source is not None:
+                beside += gap(action, max(begun, min(began_seconds, received)), received, ends[source])
             spans.append(Span(action, received, computed))
             if handed_on > computed:
                 beside.append(Event(EventKind.TRANSFER, computed, handed_on, action))

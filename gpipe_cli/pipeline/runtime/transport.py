@@ -55,15 +55,15 @@ class Transport(Protocol):
 
 
 class LocalTransport:
-    """Moves tensors inside one process, on one device or between several GPUs with asynchronous launches.
+    """Moves tensors inside a process, on a single device or between several GPUs with asynchronous launches.
 
     Copies between GPUs run on separate streams at both ends: on the compute streams they would wait for kernels that
     the sender has launched since, and block the receiver before it needs the tensors.
     """
 
     def __init__(self, devices: Sequence[torch.device], boundaries: Boundaries | None = None) -> None:
-        """`boundaries` are needed for a model with skips; without, all of a stage's outputs go to the next one."""
-        self._devices, self._described = devices, boundaries
+        """`boundaries` are needed for a model with skips; without them, all outputs of a stage go to the next stage."""
+        self._devices, self._boundaries = devices, boundaries
         self._routes = Routes()
         several = set(filter(is_accelerator, devices)) if len(set(devices)) > 1 else set()
         self._copying = {device: new_stream(device) for device in several}
@@ -73,28 +73,29 @@ class LocalTransport:
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self._sent.clear()  # a failed step may have left tensors
-        self._routes = Routes() if self._described is None else self._described.routes(schedule)
+        self._routes = Routes() if self._boundaries is None else self._boundaries.routes(schedule)
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        for receiver, some in self._routes.sent(action, tensors):
-            self.send_to(receiver, action, some)
+        for receiver, routed in self._routes.sent(action, tensors):
+            self.send_to(receiver, action, routed)
 
     def send_to(self, receiver: int, action: Action, tensors: OptionalTensors) -> None:
         """Send results of an action to stage `receiver`."""
         awaiting = Action(action.kind.direction, receiver, action.micro_batch), action.stage
-        there, back = self._devices[receiver], self._devices[action.stage]
-        if there == back:
+        from_device, to_device = self._devices[action.stage], self._devices[receiver]
+        if from_device == to_device:
             self._sent[awaiting] = tuple(None if t is None else t.detach() for t in tensors)
             return
-        source, target = self._copying[back], self._copying[there]
-        source.wait_stream(current_stream(back))
+        source, target = self._copying[from_device], self._copying[to_device]
+        source.wait_stream(current_stream(from_device))
         with on_stream(source), on_stream(target):
-            moved = tuple(None if t is None else t.detach().to(there, non_blocking=True) for t in tensors)
+            moved = tuple(None if t is None else t.detach().to(to_device, non_blocking=True) for t in tensors)
         for tensor, copy in zip(tensors, moved, strict=True):
             if tensor is not None and copy is not None:  # do not reuse either's memory before the other stream is done
                 keep_for(tensor, source)
-                keep_for(copy, current_stream(there))
-        self._sent[awaiting], self._copied[awaiting] = moved, target.record_event()
+                keep_for(copy, current_stream(to_device))
+        self._sent[awaiting] = moved
+        self._copied[awaiting] = target.record_event()
 
     def receive(self, action: Action) -> OptionalTensors:
         return self._routes.received(action, partial(self.receive_from, action))
