@@ -343,7 +343,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     for stage in stages.values():
         if stage.graphs is not None:
             assert not stage.graphs.cause, stage.graphs.cause
-            assert stage.graphs.made, "nothing was replayed"
+            assert stage.graphs.recordings, "nothing was replayed"
     return results
 
 

@@ -111,7 +111,7 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
         control.barrier()
     if control.leads and timing.layers is not None:
         for timer in timers(timing.segments):
-            timer.passes(timing.samples[0])  # which makes the gradients
+            timer.warm_up(timing.samples[0])  # which makes the gradients
             updates += timer.updates()
             set_up += timer.set_up()
     link = _slowest_link(spec, process.number, control, groups)
@@ -190,12 +190,7 @@ class _Timer:
     def passes(self, samples: int) -> Pass:
         """The median seconds of each layer for a micro-batch of `samples`, scaled by a common factor so that they sum
         to a mean pass: occasional interruptions show in no layer's median, but slow down every step."""
-        self._draw(samples)
-        began = time.perf_counter()
-        for _ in range(_WARM_UP):
-            self._one_pass()
-            if time.perf_counter() - began > self._seconds:
-                break  # passes this long need no more warm-up
+        self.warm_up(samples)
         taken: list[Pass] = []
         began = time.perf_counter()
         while not taken or (
@@ -207,6 +202,21 @@ class _Timer:
         medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
         factor = mean / sum(map(sum, medians))
         return [tuple(factor * seconds for seconds in layer) for layer in medians]
+
+    def warm_up(self, samples: int) -> None:
+        """Run passes of micro-batches of `samples` until nothing is set up any more: which outputs get a gradient shows
+        in a first backward, after which graphs may be recorded again."""
+        self._draw(samples)
+        began = time.perf_counter()
+        for number in itertools.count(1):
+            recordings = self._recordings()
+            self._one_pass()
+            long = time.perf_counter() - began > self._seconds  # passes this long need no more warm-up
+            if (long or number >= _WARM_UP) and self._recordings() == recordings:
+                break
+
+    def _recordings(self) -> int:
+        return 0 if self._stage.graphs is None else self._stage.graphs.recordings
 
     def _one_pass(self) -> Pass:
         stage, clock = self._stage, self._clock

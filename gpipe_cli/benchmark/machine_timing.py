@@ -38,7 +38,7 @@ from gpipe_cli.units import plural
 
 Log = Callable[[str], None]
 
-_VERSION = 14  # raise this whenever the remembered values, or how they are measured, change
+_VERSION = 15  # raise this whenever the remembered values, or how they are measured, change
 _SECONDS = 0.75  # how long passes over each segment are repeated, for each size
 _PASS_SECONDS, _MOST_PASS_SECONDS = 1.0, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
 _LEAST_SAMPLES = 4  # of the larger micro-batch

@@ -90,7 +90,8 @@ def test_both_halves_of_a_backward_are_timed_where_it_is_split() -> None:
 
 
 def test_where_stages_are_replayed_layers_are_timed_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a stage: its forwards, B, I and W are replayed, but in the passes that record them."""
+    """Each is a stage: its forwards, B, I and W are replayed, and no timed pass records any of them, as those of the
+    last cell once did, which seemed to take twenty times as long as its like."""
     config = configure(*TINY, "freeze=[stem]", "partitions=1", "schedule=zero_bubble")
     profile = profile_model(config)
     whole, layers = (
@@ -109,7 +110,8 @@ def test_where_stages_are_replayed_layers_are_timed_so(monkeypatch: pytest.Monke
     # Of the frozen layer a forward; of others also F and B, and F, I and W: these five again for the last cell, as its
     # second output gets no gradient.
     assert len(maker.tapes) == 2 * (1 + 6 * (1 + 2 + 3) + 5)
-    assert all(tape.replays for tape in maker.tapes)
+    # Of the others, the proof replays each once, then passes that record it, that record nothing, and that are timed.
+    assert sum(tape.replays < 4 for tape in maker.tapes) == 2 * 5
 
 
 def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:

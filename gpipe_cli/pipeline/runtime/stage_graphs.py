@@ -137,6 +137,7 @@ class StageGraphs:
         self._compute, self._running_layer = compute, running_layer
         self.rehearsing = False  # whether graphs are made in the first step that could use them, and not in the second
         self.cause = ""  # why the stage is not replayed: the layer, and what is wrong with it
+        self.recordings = 0  # slots recorded so far, those that were dropped included
         self._step = 0
         self._seen: dict[_Key, int] = {}  # the first step with such micro-batches
         self._slots: dict[_Key, list[Slot]] = {}
@@ -150,11 +151,6 @@ class StageGraphs:
         self._usable = True  # in this step
         self._moves = 0  # how often weights were elsewhere than before
         self._misses = 0  # how often other outputs got a gradient than before
-
-    @property
-    def made(self) -> int:
-        """The number of micro-batches in flight, of all kinds and shapes, that have graphs."""
-        return sum(map(len, self._slots.values()))
 
     def begin_step(self) -> None:
         """Called before the first action: what graphs take for granted may have changed."""
@@ -290,6 +286,7 @@ class StageGraphs:
                 generator.set_state(state)
         if self._module.training not in self._frozen:
             self._frozen[self._module.training] = _Frozen(self._module)
+        self.recordings += 1
         return slot
 
     def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> Slot:
