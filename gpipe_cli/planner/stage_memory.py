@@ -6,7 +6,7 @@ only the input. Where stages are replayed as CUDA graphs, a micro-batch in fligh
 stage and their gradients, and its pool keeps all its memory until the gradients of weights are computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from operator import add
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Layers
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import routes
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs
 from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile, TiedWeight
@@ -36,7 +37,8 @@ class StageMemory:
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
-    # the most held at once, those of a recomputed micro-batch included; of graphs also outputs and their gradients
+    # the most held at once, those of a recomputed micro-batch included; of a stage that is replayed, also the memory of
+    # its outputs and their gradients, for micro-batches in flight
     activations_bytes: int
     workspace_bytes: int  # the most that a layer's backward needs in addition
     # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up and, on a CPU,
@@ -88,7 +90,11 @@ class MemoryModel:
     def __init__(self, config: TrainConfig, profile: ModelProfile, sizes: Sequence[int]) -> None:
         self._config, self._profile, self._sizes = config, profile, sizes
         self._of_size = {n: ActivationMemory(profile.costs, profile.inputs, n, profile.lengths) for n in set(sizes)}
-        self._static = {n: _static(profile, n) for n in set(sizes)} if replays_graphs(config) else None
+        self._replays = replays_graphs(config)
+        # of each size, what crosses the boundary after each layer, with the gradients
+        self._boundary_bytes = {
+            n: np.array([self._with_gradients(cost.outputs, n) for cost in profile.costs]) for n in self._of_size
+        }
         layers = np.arange(len(profile.costs))
         # the backward of a layer allocates gradients of all that the layer has kept
         self.workspace = self._of_size[sizes[0]].of_stages(layers, layers + 1)[0]
@@ -170,11 +176,26 @@ class MemoryModel:
     def _of_stages(self, samples: int, first: Layers, end: Layers) -> Whole:
         """The bytes of a micro-batch of `samples` in each of the ways of `Held`, (4,); (4, n) for n stages at once."""
         held = self._of_size[samples].of_stages(first, end)
-        if self._static is None:
+        if not self._replays:
             return held
         graph, inputs, gradients, _ = held
-        pool = np.where(graph > 0, graph + self._static[samples][np.asarray(end) - 1], 0)
+        pool = np.where(graph > 0, graph + self._outputs(samples, first, end), 0)
         return np.array([pool, inputs, gradients, pool + gradients])
+
+    def _outputs(self, samples: int, first: Layers, end: Layers) -> Whole:
+        """The bytes of the outputs of layers `first` to `end - 1` and of their gradients, for a micro-batch. A skip
+        from before `first` that is taken up later is no output: it goes from sender to receiver."""
+        outputs = self._boundary_bytes[samples][np.asarray(end) - 1]
+        for skip in self._profile.skips:
+            passes = (skip.stash < np.asarray(first)) & (np.asarray(end) <= skip.pop)
+            kept = (tensor for tensor in self._profile.costs[skip.stash].outputs if tensor.skip == skip.name)
+            outputs = outputs - passes * self._with_gradients(kept, samples)
+        return outputs
+
+    def _with_gradients(self, tensors: Iterable[BoundaryTensor], samples: int) -> int:
+        """The bytes of tensors and of their gradients."""
+        lengths = self._profile.lengths
+        return sum(tensor.bytes(samples, lengths) * (1 + tensor.has_gradient) for tensor in tensors)
 
     def room(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
         """The bytes that the limit, which is per stage, leaves for activations: of each stage or, with a device for
@@ -222,15 +243,6 @@ class MemoryModel:
         keys = [tuple((a.kind, a.micro_batch) for a in actions) for actions in schedule.stages]
         rows = {key: row(actions) for key, actions in dict(zip(keys, schedule.stages, strict=True)).items()}
         return [rows[key] for key in keys]
-
-
-def _static(profile: ModelProfile, samples: int) -> Whole:
-    """For each layer, the bytes of its outputs and of their gradients for a micro-batch of `samples`."""
-    sizes = [
-        sum(tensor.bytes(samples, profile.lengths) * (1 + tensor.has_gradient) for tensor in cost.outputs)
-        for cost in profile.costs
-    ]
-    return np.array(sizes)
 
 
 class _Maxima:
