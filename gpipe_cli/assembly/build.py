@@ -133,7 +133,7 @@ def model_inputs(config: TrainConfig) -> Boundary:
         return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
     dimensions = len(greatest_lengths(config))
     # the second dimension of input i is length i
-    grows = [tuple((0, int(length == tensor)) for length in range(dimensions)) for tensor in range(dimensions)]
+    grows = [tuple((0, int(column == row)) for column in range(dimensions)) for row in range(dimensions)]
     return tuple(BoundaryTensor((0, 0), (1, 0), torch.int64, False, per_length) for per_length in grows)
 
 

@@ -39,7 +39,7 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
     parts = [group for group in parts if group["params"]]
-    fused = is_accelerator(trainable[0].device)  # a kernel for all parameters; not in timm's RMSProp and Adafactor
+    fused = is_accelerator(trainable[0].device)  # one kernel for all parameters; not in timm's RMSProp and Adafactor
     match config:  # the learning rate is set before every step
         case groups.RMSPropConfig():
             settings = {"alpha": config.decay, "momentum": config.momentum, "eps": config.epsilon}

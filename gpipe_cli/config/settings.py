@@ -163,7 +163,7 @@ class TrainConfig:
     precision: groups.Precision = field(default="float32", metadata=_SECONDS)
     deterministic: bool = field(default=True, metadata=_SECONDS)
     compile: bool = field(default=False, metadata=_LAYERS)
-    graphs: Graphs = field(default="auto", metadata=_STEP)
+    graphs: Graphs = field(default="auto", metadata=_MACHINE)
     memory_format: MemoryFormat = field(metadata=_KERNELS)
     threads: Threads | None = field(metadata=_MACHINE)
     data_workers: DataWorkers | None = field(metadata=_MACHINE)

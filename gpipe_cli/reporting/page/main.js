@@ -60,7 +60,7 @@ function showMeasured() {
     `${percent(data.contended)} of the time while the run was measured. Run it again on an idle machine, or measure ` +
     "with gpipe bench.";
   field("launched").hidden = !data.launched.length;
-  field("launched").textContent = `Launched kernel by kernel, as not all can be replayed: ${data.launched.join("; ")}.`;
+  field("launched").textContent = `When the run began, stages that graphs cannot replay: ${data.launched.join("; ")}.`;
   field("recorded").max = data.steps.length - 1;
   field("recorded").value = state.recorded;
   const left = data.steps_left_out ? `; ${data.steps_left_out} older steps are not on this page` : "";

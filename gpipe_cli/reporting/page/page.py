@@ -35,7 +35,7 @@ class About(TypedDict, total=False):
     commands: Sequence[str]  # the command lines as typed
     run: str | None  # the run folder
     contended: float | None  # the share of time in which other programs used the run's cores, if they slowed it
-    launched: Sequence[str]  # stages that a GPU could not replay as graphs, each with the reason
+    launched: Sequence[str]  # stages that could not be replayed as graphs when the run began, each with the reason
 
 
 @cache
