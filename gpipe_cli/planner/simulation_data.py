@@ -52,6 +52,7 @@ def simulation_data(plan: Plan) -> SimulationData:
             "samples": samples // config.replicas,
             "step_samples": samples,  # samples of all replicas
             "splits": not config.compile,
+            "replays": memory[0].replays,
             "chosen_order": plan.chosen_order,  # the order that schedule=auto chose
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
@@ -63,7 +64,7 @@ def simulation_data(plan: Plan) -> SimulationData:
                 "name": cost.name,
                 "update": update,
                 "sum": added_up,
-                "workspace": [2 * single - double, double - single],
+                "workspace": _linear(single, double),
             }
             for cost, update, added_up, single, double in zip(
                 profile.costs,
@@ -134,12 +135,12 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
     def cut(balance: Sequence[int]) -> dict[str, Any]:
         bounds = bounds_of(balance)
         none = [0] * len(bounds)
-        stored = memory[0].holding(bounds, none, none)
+        stored = [model.holding(bounds, none, none) for model in memory]
         held = _held(plan, memory, bounds)
         stages = [
             {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes,
-             "buffers": stage.buffers_bytes, "held": ways}
-            for stage, ways in zip(stored, held, strict=True)
+             "buffers": _linear(stage.buffers_bytes, double.buffers_bytes), "held": ways}
+            for stage, double, ways in zip(*stored, held, strict=True)
         ]  # fmt: skip
         return {"balance": list(balance), "stages": stages}
 
@@ -166,10 +167,15 @@ def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict
     held between them as before."""
     single, double = (model.largest(spans) for model in memory)
     held = [
-        {way: [2 * first - second, second - first] for way, first, second in zip(Held._fields, *sizes, strict=True)}
+        {way: _linear(*values) for way, *values in zip(Held._fields, *sizes, strict=True)}
         for sizes in zip(single, double, strict=True)
     ]
     return held if plan.profile.splits else [{**ways, "weights": ways["graph"]} for ways in held]
+
+
+def _linear(single: int, double: int) -> list[int]:
+    """The bytes of a micro-batch without those of its samples, and of a sample, from the bytes for one and for two."""
+    return [2 * single - double, double - single]
 
 
 def _skip_bytes(profile: ModelProfile, skip: Skip) -> list[list[int]]:

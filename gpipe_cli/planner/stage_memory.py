@@ -2,11 +2,14 @@
 
 Weights, gradients and the optimizer's state are held all the time. Activations come and go with the schedule: a stage
 holds the graph of a micro-batch from its forward, or its recomputation, to its backward, and before its recomputation
-only the input. Where stages are replayed as CUDA graphs, a micro-batch in flight also has memory for the outputs of the
-stage and their gradients, and its pool keeps all its memory until the gradients of weights are computed.
+only the input.
+
+Where stages are replayed as CUDA graphs, memory is allocated once, for the largest micro-batch. Each micro-batch in
+flight has a pool for its graph and for what its backward needs in addition, until the gradients of weights are
+computed. All micro-batches of a stage share memory for what the stage receives and sends.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from operator import add
@@ -37,12 +40,11 @@ class StageMemory:
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
-    # the most held at once, those of a recomputed micro-batch included; of a stage that is replayed, also the memory of
-    # its outputs and their gradients, for micro-batches in flight
+    # the most held at once, those of a recomputed micro-batch included; of a stage that is replayed, its pools
     activations_bytes: int
     workspace_bytes: int  # the most that a layer's backward needs in addition
-    # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up and, on a CPU,
-    # for the checkpoint that is being written
+    # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up, what a stage
+    # that is replayed receives and sends and, on a CPU, for the checkpoint that is being written
     buffers_bytes: int = 0
 
     @property
@@ -90,14 +92,17 @@ class MemoryModel:
     def __init__(self, config: TrainConfig, profile: ModelProfile, sizes: Sequence[int]) -> None:
         self._config, self._profile, self._sizes = config, profile, sizes
         self._of_size = {n: ActivationMemory(profile.costs, profile.inputs, n, profile.lengths) for n in set(sizes)}
-        self._replays = replays_graphs(config)
-        # of each size, what crosses the boundary after each layer, with the gradients
-        self._boundary_bytes = {
-            n: np.array([self._with_gradients(cost.outputs, n) for cost in profile.costs]) for n in self._of_size
-        }
-        layers = np.arange(len(profile.costs))
+        self.replays = replays_graphs(config)
+        layers, largest = np.arange(len(profile.costs)), self._of_size[sizes[0]]
         # the backward of a layer allocates gradients of all that the layer has kept
-        self.workspace = self._of_size[sizes[0]].of_stages(layers, layers + 1)[0]
+        self.workspace = largest.of_stages(layers, layers + 1)[0]
+        self._graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
+        # what is held while a layer runs backward, those after it having done so
+        self._in_backward = _Maxima(self._graphs + self.workspace)
+        boundaries = [
+            self._boundary(tensors) for tensors in (profile.inputs, *(cost.outputs for cost in profile.costs))
+        ]
+        self._boundaries = np.array(boundaries).T
         self.buffers = [buffers_bytes(config, of_layer) for of_layer in profile.weights]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
         self._stored = np.array([0, *accumulate(map(add, stored, self.buffers))])
@@ -120,7 +125,7 @@ class MemoryModel:
                 gradients_bytes=sum(w.gradient_bytes for w in weights),
                 optimizer_bytes=sum(w.optimizer_bytes for w in weights) + int(tied.optimizer),
                 activations_bytes=saved,
-                buffers_bytes=sum(self.buffers[first:end]) + int(tied.received) + waiting,
+                buffers_bytes=sum(self.buffers[first:end]) + int(tied.received + self._static(first, end)) + waiting,
                 workspace_bytes=int(self.workspace[first:end].max()),
             )
 
@@ -130,10 +135,11 @@ class MemoryModel:
         self, held: Sequence[StageMemory], schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int]
     ) -> tuple[int, ...]:
         """The peak bytes of each device: what its stages, which hold `held`, store all the time, the most that their
-        activations take together, and the largest workspace of any of them, as one action runs at a time."""
+        activations take together, and the largest workspace of any of them, as one action runs at a time. Stages that
+        are replayed keep their pools."""
         of_devices = stages_of_devices(device_of_stage)
-        if len(of_devices) == len(held):
-            together = tuple(held[k].activations_bytes for (k,) in of_devices)
+        if self.replays or len(of_devices) == len(held):
+            together = tuple(sum(held[k].activations_bytes for k in stages) for stages in of_devices)
         else:
             together = peaks_of_devices(schedule, self._held(bounds), device_of_stage)
         return tuple(
@@ -166,36 +172,44 @@ class MemoryModel:
 
     def _held(self, bounds: Bounds) -> list[list[Held]]:
         """For each stage, the bytes of each micro-batch in each way to hold it."""
-        of_stages = [{n: Held(*self._of_stages(n, *span).tolist()) for n in self._of_size} for span in bounds]
+        if self.replays:
+            return [[held] * len(self._sizes) for held in self.largest(bounds)]
+        of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
         return [[held[n] for n in self._sizes] for held in of_stages]
 
     def largest(self, bounds: Bounds) -> list[Held]:
         """For each stage, the bytes of the largest micro-batch in each way to hold it."""
-        return [Held(*self._of_stages(self._sizes[0], *span).tolist()) for span in bounds]
+        return [Held(*self._largest(*span).tolist()) for span in bounds]
 
-    def _of_stages(self, samples: int, first: Layers, end: Layers) -> Whole:
-        """The bytes of a micro-batch of `samples` in each of the ways of `Held`, (4,); (4, n) for n stages at once."""
-        held = self._of_size[samples].of_stages(first, end)
-        if not self._replays:
+    def _largest(self, first: Layers, end: Layers) -> Whole:
+        """The bytes of the largest micro-batch in each of the ways of `Held`, (4,); (4, n) for n stages at once."""
+        held = self._of_size[self._sizes[0]].of_stages(first, end)
+        if not self.replays:
             return held
         graph, inputs, gradients, _ = held
-        pool = np.where(graph > 0, graph + self._outputs(samples, first, end), 0)
+        backward = self._in_backward.between(first, end) - self._graphs[np.asarray(end) - 1]
+        pool = np.where(graph > 0, graph + backward, 0)
         return np.array([pool, inputs, gradients, pool + gradients])
 
-    def _outputs(self, samples: int, first: Layers, end: Layers) -> Whole:
-        """The bytes of the outputs of layers `first` to `end - 1` and of their gradients, for a micro-batch. A skip
-        from before `first` that is taken up later is no output: it goes from sender to receiver."""
-        outputs = self._boundary_bytes[samples][np.asarray(end) - 1]
-        for skip in self._profile.skips:
+    def _static(self, first: Layers, end: Layers) -> Whole:
+        """The bytes in which a stage of layers `first` to `end - 1` that is replayed has what it receives and sends:
+        inputs, also of the micro-batch that is being copied there, outputs, and the gradients of both."""
+        if not self.replays:
+            return np.zeros_like(np.asarray(first))
+        (inputs, input_gradients), (outputs, output_gradients) = self._boundaries[:, first], self._boundaries[:, end]
+        static = 2 * inputs + input_gradients + outputs + output_gradients
+        for skip in self._profile.skips:  # a skip past a stage goes from its sender to its receiver
             passes = (skip.stash < np.asarray(first)) & (np.asarray(end) <= skip.pop)
-            kept = (tensor for tensor in self._profile.costs[skip.stash].outputs if tensor.skip == skip.name)
-            outputs = outputs - passes * self._with_gradients(kept, samples)
-        return outputs
+            tensors = (tensor for tensor in self._profile.costs[skip.stash].outputs if tensor.skip == skip.name)
+            values, gradients = self._boundary(tuple(tensors))
+            static = static - passes * (3 * values + 2 * gradients)
+        return np.asarray(static)
 
-    def _with_gradients(self, tensors: Iterable[BoundaryTensor], samples: int) -> int:
-        """The bytes of tensors and of their gradients."""
-        lengths = self._profile.lengths
-        return sum(tensor.bytes(samples, lengths) * (1 + tensor.has_gradient) for tensor in tensors)
+    def _boundary(self, tensors: Sequence[BoundaryTensor]) -> tuple[int, int]:
+        """The bytes of tensors of the largest micro-batch, and of their gradients."""
+        samples, lengths = self._sizes[0], self._profile.lengths
+        sizes = [(tensor.bytes(samples, lengths), tensor.has_gradient) for tensor in tensors]
+        return sum(size for size, _ in sizes), sum(size for size, has_gradient in sizes if has_gradient)
 
     def room(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
         """The bytes that the limit, which is per stage, leaves for activations: of each stage or, with a device for
@@ -209,7 +223,8 @@ class MemoryModel:
 
     def _stored_by(self, first: Layers, end: Layers) -> Whole:
         """The bytes that a stage of layers `first` to `end - 1` stores all the time."""
-        return np.asarray(self._stored[end] - self._stored[first] + _tied(self._profile.tied, first, end).total)
+        stored = self._stored[end] - self._stored[first] + _tied(self._profile.tied, first, end).total
+        return np.asarray(stored + self._static(first, end))
 
     def fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> Recompute:
         """The fewest recomputations that fit; none without a limit. Raises DoesNotFitError if no number fits."""
@@ -233,7 +248,7 @@ class MemoryModel:
             fits, most = firsts, np.full_like(firsts, len(firsts))  # ends that fit, and the furthest that may fit
             while (fits < most).any():
                 ends = np.maximum((fits + most + 1) // 2, firsts + 1)
-                held = (fullest @ self._of_stages(self._sizes[0], firsts, ends)).max(axis=0)
+                held = (fullest @ self._largest(firsts, ends)).max(axis=0)
                 needed = self._stored_by(firsts, ends) + held + workspace.between(firsts, ends)
                 below = needed <= limit_bytes
                 fits, most = np.where(below, ends, fits), np.where(below, most, ends - 1)
@@ -256,10 +271,10 @@ class _Maxima:
             self._from.append(np.maximum(half, np.roll(half, -size // 2)))
         self._table = np.array(self._from)
 
-    def between(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+    def between(self, first: Layers, end: Layers) -> Whole:
         """The maximum of numbers `first` to `end - 1`, where `first` is below `end`."""
-        power = np.frexp(end - first)[1] - 1
-        return np.maximum(self._table[power, first], self._table[power, end - (1 << power)])
+        power = np.frexp(np.asarray(end - first))[1] - 1
+        return np.asarray(np.maximum(self._table[power, first], self._table[power, end - (1 << power)]))
 
 
 def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from plan_runs import plan_of
 from tape import TapeMaker
 from test_check_matrix import ALIKE, APART, IMAGES, LM, REPLICAS, RUNS, SMALL, _with_models, settings_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_tensors, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.training import pipeline_part, train_loop
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import GraphsRecorded, StepDone, TrainingReady
@@ -77,6 +81,42 @@ def test_replayed_stages_hold_as_many_bytes_as_planned(schedule: str, recompute:
     ]
     assert counted[0] == counted[1]
     assert any(counted[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "slots"),
+    [
+        ("language model", "always", 1),
+        ("translation", "always", 1),  # sentences of several lengths
+        ("skips", "never", 3),
+    ],
+)
+def test_graphs_of_all_shapes_have_the_memory_of_the_largest(
+    model: str, recompute: str, slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of other mini-batches and of evaluation, too. Graphs once had memory of their own for each shape."""
+    settings = [one for one in settings_of(model, monkeypatch) if one != REPLICAS]
+    config = configure(*SMALL, *settings, f"recompute={recompute}", "micro_batches=3", "epochs=3")
+    engines: list[Engine] = []
+    update_weights = train_loop.update_weights
+    monkeypatch.setattr(
+        train_loop, "update_weights", lambda engine, *more: (engines.append(engine), update_weights(engine, *more))[1]
+    )
+    train_here(config, tmp_path)
+    plan = plan_of(config, profile_model(config))
+    memory = MemoryModel(config, plan.profile, share_of(plan.step_samples, 3).sizes)
+    memory.replays = True
+    planned = memory.holding(plan.bounds, *[[0] * len(plan.bounds)] * 2)
+    memory.replays = False
+    others = memory.holding(plan.bounds, *[[0] * len(plan.bounds)] * 2)
+    inputs = [held.input for held in memory.largest(plan.bounds)]
+    for k, stage in engines[-1].stages.items():
+        assert stage.graphs is not None
+        assert stage.graphs.recordings > slots, "for several shapes, or for evaluation"
+        # a plan has the inputs of slots among the activations, and counts those that are being copied there
+        static_bytes = planned[k].buffers_bytes - others[k].buffers_bytes + (slots - 1) * inputs[k]
+        assert stage.graphs.static_bytes <= static_bytes
+        assert stage.graphs.static_bytes == static_bytes or (model, recompute) != ("language model", "always")
 
 
 class Launches(TorchDispatchMode):

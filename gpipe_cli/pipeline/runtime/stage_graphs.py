@@ -5,9 +5,11 @@ launch for all. F, R, B, I and W of a micro-batch are one graph each; what lies 
 seeds) stays as it is, so any schedule and any transport can use them.
 
 A graph reads and writes the same memory in every replay. So each micro-batch in flight has a slot: memory for its
-inputs, outputs and their gradients, and a pool for all that its graphs allocate. How many slots there are follows from
-the schedule: as many as it has micro-batches in flight with all activations. Graphs for micro-batches of other shapes
-share the pools, as nothing stays in a slot that is free.
+inputs, and a pool for all that its graphs allocate. How many slots there are follows from the schedule: as many as it
+has micro-batches in flight with all activations. Forwards that keep nothing, which evaluation has as well, take one
+slot more. Outputs and gradients that go to other stages are copied from memory that all slots share. Graphs for
+micro-batches of other shapes share this memory and the pools, as nothing stays in a slot that is free. So the bytes
+held are those of the largest micro-batch, however many shapes there are (`planner/stage_memory.py`).
 
 Python runs while a graph is recorded, and never again: a number that changes between steps would keep its value. So
 graphs are used only where they are proven to be right: before the first use an action runs both ways on a real
@@ -15,11 +17,11 @@ micro-batch, with other seeds and values than those recorded, and all results mu
 cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain, count
+from itertools import chain, compress, count
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -28,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, same_bits
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, Moments
-from gpipe_cli.pipeline.runtime.deferred_weights import backward_inputs, backward_weights
+from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.module_state import Attributes, attributes_of, other_generators, putting_back
 from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_of
@@ -106,19 +108,17 @@ class Slot:
     number: int  # of its pool
     inputs: Tensors  # leaves of autograd's graph, if there is one
     forward: Graph
-    outputs: Tensors
+    outputs: Tensors  # in memory that the next forward of any slot overwrites
     needs: Sequence[bool]  # whether each output requires a gradient
     reached: Sequence[bool]  # whether each output gets one: not if nothing makes use of it
     moments: Moments  # of batch norms, written by a forward
     saved: StorageBytes  # what the forward keeps for the backward
-    gradients: Tensors = ()  # of those outputs that get one
+    gradients: Tensors = ()  # of those outputs that get one, read while `backward` runs
+    input_gradients: OptionalTensors = ()  # in memory that the next backward of any slot overwrites
     backward: Graph | None = None  # B or I
     weights: Graph | None = None  # W
     kept: tuple[StorageBytes, StorageBytes] | None = None  # of I: gradients that it keeps, and what its W needs
     trained: Sequence[nn.Parameter] = ()  # that get a gradient
-
-    def input_gradients(self) -> OptionalTensors:
-        return tuple(None if leaf.grad is None else leaf.grad.clone() for leaf in self.inputs)
 
 
 class StageGraphs:
@@ -145,6 +145,8 @@ class StageGraphs:
         self._reached: dict[_Key, list[bool]] = {}
         self._busy: set[int] = set()  # numbers of the pools in use
         self._pools: dict[int, object] = {}
+        # outside the pools, by what lies there: tensors of all shapes take turns
+        self._memory: dict[tuple[str, int], torch.UntypedStorage] = {}
         self._draws: dict[int, Draws] = {}  # of the layers that draw random numbers, by place
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}  # memory of parameters' gradients, in every step
         self._frozen: dict[bool, _Frozen] = {}  # what graphs of training, and of evaluation, take for granted
@@ -171,8 +173,8 @@ class StageGraphs:
         self._usable = not self.cause and not hooked
 
     def take(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot | None:
-        """Replay the forward of a micro-batch; returns its slot, whose outputs hold until the slot is used again, or
-        None if there is no graph for it."""
+        """Replay the forward of a micro-batch; returns its slot, whose outputs hold until the next forward, or None if
+        there is no graph for it."""
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         key = kind, shapes, self._module.training
         if not self._usable or (self._seen.setdefault(key, self._step) == self._step and not self.rehearsing):
@@ -194,11 +196,12 @@ class StageGraphs:
 
     def backward(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> OptionalTensors:
         """B or I: returns the gradients of the inputs. `gradients`: of the outputs, as `fits` has found."""
-        given = [one for one, gets in zip(gradients, slot.reached, strict=True) if gets and one is not None]
-        self._replay_backward(slot, given)
+        self._replay_backward(
+            slot, [gradient for gradient in compress(gradients, slot.reached) if gradient is not None]
+        )
         if slot.weights is None:
             self._busy.discard(slot.number)
-        return slot.input_gradients()
+        return tuple(None if gradient is None else gradient.clone() for gradient in slot.input_gradients)
 
     def backward_weights(self, slot: Slot) -> None:
         """W."""
@@ -208,9 +211,7 @@ class StageGraphs:
         self._busy.discard(slot.number)
 
     def _replay_forward(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
-        with torch.no_grad():
-            for static, given in zip(slot.inputs, inputs, strict=True):
-                static.copy_(given)
+        _copy(inputs, slot.inputs)
         for place, draws in self._draws.items():
             draws.manual_seed(seeds(place))
         slot.forward.replay()
@@ -232,8 +233,7 @@ class StageGraphs:
         return False
 
     def _replay_backward(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
-        for static, given in zip(slot.gradients, gradients, strict=True):
-            static.copy_(given)
+        _copy(gradients, slot.gradients)
         self._bind(slot.trained)
         assert slot.backward is not None
         slot.backward.replay()
@@ -252,10 +252,33 @@ class StageGraphs:
         if zeros:
             torch._foreach_zero_(zeros)
 
+    @property
+    def static_bytes(self) -> int:
+        """The bytes held between steps, those of the pools left out."""
+        return sum(storage.nbytes() for storage in self._memory.values())
+
+    def _static(self, contents: str, tensors: Iterable[torch.Tensor]) -> Tensors:
+        """Memory for tensors like these, which graphs for all shapes share. If it is too small, graphs that were
+        recorded with it are dropped, as they would keep it; they are recorded again when they are needed."""
+        made = list[torch.Tensor]()
+        for place, tensor in enumerate(tensors):
+            shape, strides = tensor.shape, tensor.stride()
+            static = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+            storage = self._memory.get((contents, place))
+            if storage is not None and storage.nbytes() >= static.untyped_storage().nbytes():
+                static.set_(storage, 0, shape, strides)
+            else:
+                if storage is not None:
+                    self._slots.clear()
+                self._memory[contents, place] = static.untyped_storage()
+            made.append(static)
+        return tuple(made)
+
     def _forget(self) -> None:
         """Free all memory; called between steps, as micro-batches in flight need theirs."""
         self._slots.clear()
         self._pools.clear()
+        self._memory.clear()
         self._frozen.clear()
         self._gradients.clear()
 
@@ -296,11 +319,15 @@ class StageGraphs:
             self._pools[number] = self._maker.new_pool()
         pool = self._pools[number]
         # other values and seeds than those of the proof: what is read from them while recording shows there
-        static = tuple(map(_rolled, inputs))
         others = _others(seeds)
         moments = self._statistics.new_moments()
         with self._maker.apart():
-            needs, reached = self._warm_up(key, static, others, moments)
+            static = self._static(f"inputs of slot {number}", inputs)
+            _copy((given.roll(1, 0) for given in inputs), static)
+            warm_outputs, input_gradients = self._warm_up(key, static, others, moments)
+            needs = [output.requires_grad for output in warm_outputs]
+            reached = self._gets_gradient(key, warm_outputs)
+            static_outputs = self._static("outputs", (output.detach() for output in warm_outputs))
             trained = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
             for parameter in trained:
                 assert parameter.grad is not None
@@ -318,28 +345,39 @@ class StageGraphs:
             with self._maker.record(pool, every) as forward, self._statistics.recording(moments), counting_saved(saved):
                 leaves, outputs = self._compute(static, keeps, draw)
                 self._maker.draw_from(None)
+                _copy(outputs, static_outputs)
             slot = Slot(
-                key, number, leaves, forward, tuple(one.detach() for one in outputs), needs, reached, moments, saved,
+                key, number, leaves, forward, static_outputs, needs, reached, moments, saved,
                 trained=trained if keeps else (),
             )  # fmt: skip
-            if not keeps:
-                return slot
-            used = [one for one, gets in zip(outputs, reached, strict=True) if gets]
-            roots, slot.gradients = [*map(get_gradient_edge, used)], tuple(map(torch.zeros_like, used))
-            del outputs, used
-            self._record_backward(slot, pool, roots)
+            if keeps:
+                roots = [get_gradient_edge(output) for output, gets in zip(outputs, reached, strict=True) if gets]
+                slot.gradients = self._static("gradients of outputs", list(compress(static_outputs, reached)))
+                static_gradients = iter(
+                    self._static("gradients of inputs", [one for one in input_gradients if one is not None])
+                )
+                slot.input_gradients = tuple(None if one is None else next(static_gradients) for one in input_gradients)
+                del outputs
+                self._record_backward(slot, pool, roots)
         return slot
 
     def _record_backward(self, slot: Slot, pool: object, roots: list[GradientEdge]) -> None:
-        if slot.key[0] is GraphKind.WHOLE:
-            with self._maker.record(pool, ()) as slot.backward:
-                if roots:
-                    torch.autograd.backward(roots, slot.gradients)
-            return
+        split = slot.key[0] is GraphKind.SPLIT
         lasting = self._lasting(slot.moments)
         gradients, weights = StorageBytes(lasting), StorageBytes(lasting, slot.inputs)
+        deferred: list[DeferredWeight] = []
         with self._maker.record(pool, ()) as slot.backward:
-            deferred = backward_inputs(roots, slot.gradients, lambda one: gradients.add((one,))) if roots else []
+            if split and roots:
+                # copies, as W may need them
+                copies = tuple(gradient.clone() for gradient in slot.gradients)
+                deferred = backward_inputs(roots, copies, lambda kept: gradients.add((kept,)))
+            elif roots:
+                torch.autograd.backward(roots, slot.gradients)
+            _copy((leaf.grad for leaf in slot.inputs), slot.input_gradients)
+        for leaf in slot.inputs:
+            leaf.grad = None  # in the pool
+        if not split:
+            return
         weights.add(chain.from_iterable(weight.kept for weight in deferred))
         slot.kept = gradients, weights
         with self._maker.record(pool, ()) as slot.weights:
@@ -350,11 +388,11 @@ class StageGraphs:
         tensors = (*self._module.parameters(), *self._module.buffers(), *(slot.moments for slot in moments))
         return {storage_of(tensor) for tensor in tensors}
 
-    def _warm_up(self, key: _Key, inputs: Tensors, seeds: Seeds, moments: Moments) -> tuple[list[bool], list[bool]]:
+    def _warm_up(self, key: _Key, inputs: Tensors, seeds: Seeds, moments: Moments) -> tuple[Tensors, OptionalTensors]:
         """Run forward and backward twice: libraries set themselves up, and layers keep what they keep from a first
-        call. Finds the layers that draw random numbers; returns whether each output requires a gradient, and gets one.
-        Raises UnrecordableError for layers that keep something from each call."""
-        needs, reached, keeps = list[bool](), list[bool](), key[0] is not GraphKind.FORWARD
+        call. Finds the layers that draw random numbers; returns outputs, which require a gradient where the layers'
+        do, and the gradients of the inputs. Raises UnrecordableError for layers that keep something from each call."""
+        keeps = key[0] is not GraphKind.FORWARD
         for again in (False, True):
             before, names = attributes_of(self._module), _names(self._module)
             others, watch = other_generators(), _Watch(self._device, self._module, seeds)
@@ -364,20 +402,24 @@ class StageGraphs:
             ):
                 leaves, outputs = self._compute(inputs, keeps, watch.begins)
                 watch.ended()
-                needs = [one.requires_grad for one in outputs]
-                reached = self._reached.get(key, needs)
-                roots = [one for one, gets in zip(outputs, reached, strict=True) if gets]
+                roots = list(compress(outputs, self._gets_gradient(key, outputs)))
                 if keeps and roots:
-                    torch.autograd.backward(roots, [one.detach() for one in roots])
+                    torch.autograd.backward(roots, [root.detach() for root in roots])
             if other_generators() != others:
                 raise UnrecordableError("a layer draws from Python's random module or numpy.random")
             for place in watch.drew:
                 if place not in self._draws:
                     self._draws[place] = self._maker.new_draws()
+            without_autograd = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+            input_gradients = tuple(leaf.grad for leaf in leaves)
             del leaves, outputs, roots
             if again:
                 _refuse_changed(before, names)
-        return needs, reached
+        return without_autograd, input_gradients
+
+    def _gets_gradient(self, key: _Key, outputs: Tensors) -> list[bool]:
+        """Whether each output gets a gradient."""
+        return self._reached.get(key) or [output.requires_grad for output in outputs]
 
     def _prove(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
         """Raises UnrecordableError if the graphs give other bits than the layers."""
@@ -393,11 +435,11 @@ class StageGraphs:
         with self._maker.apart():
             with self._statistics.recording(moments):
                 leaves, outputs = self._compute(inputs, keeps, lambda place: seed_generator(self._device, seeds(place)))
-            roots = [one for one, gets in zip(outputs, slot.reached, strict=True) if gets]
-            given = [one.detach() for one in roots]
+            roots = list(compress(outputs, slot.reached))
+            given = [root.detach() for root in roots]
             if keeps and roots:
                 torch.autograd.backward(roots, given)
-            expected = _numbered("output", outputs) | _numbered("the gradient of input", _gradients(leaves))
+            expected = _numbered("output", outputs) | _numbered("the gradient of input", [leaf.grad for leaf in leaves])
             expected |= _numbered("the moments of batch norm", [one.moments for one in moments]) | gradients()
             del leaves, outputs, roots
         for parameter in trained:
@@ -409,7 +451,7 @@ class StageGraphs:
             self._replay_backward(slot, given)
             if slot.weights is not None:
                 slot.weights.replay()
-            found |= _numbered("the gradient of input", _gradients(slot.inputs)) | gradients()
+            found |= _numbered("the gradient of input", slot.input_gradients) | gradients()
         for name, value in expected.items():
             if name not in found or not same_bits(found[name], value):
                 raise UnrecordableError(f"{name} has other bits when the layers are replayed")
@@ -487,18 +529,16 @@ def _others(seeds: Seeds) -> Seeds:
     return lambda place: seeds(place) ^ 1
 
 
-def _rolled(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same strides with the samples in another order."""
-    rolled = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return rolled.copy_(tensor.roll(1, 0))
+@torch.no_grad()
+def _copy(tensors: Iterable[torch.Tensor | None], into: Iterable[torch.Tensor | None]) -> None:
+    for tensor, static in zip(tensors, into, strict=True):
+        if static is not None:
+            assert tensor is not None
+            static.copy_(tensor)
 
 
 def _numbered(what: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {f"{what} {number}": one.detach() for number, one in enumerate(tensors) if one is not None}
-
-
-def _gradients(tensors: Tensors) -> list[torch.Tensor | None]:
-    return [tensor.grad for tensor in tensors]
 
 
 def _hooked_layer(module: nn.Module) -> str:

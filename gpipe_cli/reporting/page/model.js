@@ -124,12 +124,12 @@ function chosenStep(data, chosen) {
     stages: bounds.flatMap(([first, end], k) => tie.layers.some((at) => first <= at && at < end) ? [k] : [])}));
   const slowdown = chosen.own_devices ? [] : slowdowns(data, devices);
   const bytes = ([base, each], samples) => base + each * samples;
-  const fixed = cut.stages.map(({held, ...stored}, k) => ({...stored,
+  const fixed = cut.stages.map(({held, buffers, ...stored}, k) => ({...stored, buffers: bytes(buffers, sizes[0]),
     workspace: greatest(data.layers.slice(...bounds[k]).map(({workspace}) => bytes(workspace, sizes[0])))}));
   const heldSizes = cut.stages.map(({held}) => sizes.map((samples) =>
-    Object.fromEntries(Object.keys(NONE).map((way) => [way, bytes(held[way], samples)]))));
+    Object.fromEntries(Object.keys(NONE).map((way) => [way, bytes(held[way], own.replays ? sizes[0] : samples)]))));
   const skipping = waitingSkips(data, balance, sizes);
-  const memoryOf = (rows) => memoryInAll(rows, device_of_stage, fixed, heldSizes, skipping);
+  const memoryOf = (rows) => memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays: own.replays});
   const missing = (all) => limit === null ? [0] : lacking(all.devices, limit);
   const rows = rowsFor(data, chosen, device_of_stage, (order) => greatest(missing(memoryOf(order))) <= 0);
   const base = {rows, balance, stages, edges, ties, skips: long, device_of_stage, slowdown,
@@ -185,15 +185,17 @@ function waitingSkips(data, balance, sizes) {
 }
 
 /** What each stage holds, at its own fullest moment, and what each device does, whose stages compute one at a time:
- *  {stages, devices}, of each {weights, gradients, optimizer, buffers, workspace, held while each action runs}. */
-function memoryInAll(rows, device_of_stage, fixed, heldSizes, skipping) {
+ *  {stages, devices}, of each {weights, gradients, optimizer, buffers, workspace, held while each action runs}. Stages
+ *  that are replayed as graphs keep what they hold at their fullest moment. */
+function memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays}) {
   const waiting = peakWaiting(rows, skipping, device_of_stage);
   const stages = stagesOf(rows).map((actions, k) =>
     ({...fixed[k], buffers: fixed[k].buffers + waiting[k], held: memory(actions, heldSizes[k])}));
   const own = range(1 + greatest(device_of_stage), (device) => stages.filter((_, k) => device_of_stage[k] === device));
   if (own.length === stages.length) return {stages, devices: own.flat()};
-  const devices = deviceMemory(rows, device_of_stage, heldSizes).map((held, device) => {
-    const all = (name) => own[device].map((of) => of[name]);
+  const devices = deviceMemory(rows, device_of_stage, heldSizes).map((together, device) => {
+    const all = (name) => own[device].map((of) => of[name]), kept = sum(all("held").map((held) => greatest(held, 0)));
+    const held = replays ? together.map(() => kept) : together;
     const stored = ["weights", "gradients", "optimizer", "buffers"].map((name) => [name, sum(all(name))]);
     return {...Object.fromEntries(stored), workspace: greatest(all("workspace")), held, stages: own[device].length};
   });

@@ -274,7 +274,7 @@ def test_skips_are_as_in_a_plan(page: "Page") -> None:
         )
     ]  # fmt: skip
     found = page.evaluate("([data, all]) => all.map(controls => gpipe.configured(data, controls))", [data, others])
-    long, waiting = 0, 0
+    long = 0
     for other, one in zip(others, found, strict=True):
         assert one.get("problem") is None
         plan = plan_of(with_cut(replace(config, **other), one["balance"]), profile)
@@ -286,8 +286,7 @@ def test_skips_are_as_in_a_plan(page: "Page") -> None:
             for m in plan.memory
         ], other  # fmt: skip
         long += bool(one["skips"])
-        waiting += any(m.buffers_bytes for m in plan.memory)
-    assert (long, waiting) == (7, 7)  # of three stages and more
+    assert long == 7  # of three stages and more
 
 
 def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
@@ -411,7 +410,7 @@ def test_a_cut_keeps_together_what_layers_share_or_the_page_says_why_not(page: "
 def test_what_cannot_be_is_said(page: "Page") -> None:
     """And of recompute=auto: nothing is recomputed if that fits the memory, else all that is worth it."""
     config, profile = own()
-    config = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=0.005))
+    config = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=0.006))
     interleaved = {"schedule": "interleaved", "stages_per_process": 2}
     ask = "([data, all]) => all.map(controls => gpipe.configured(data, controls))"
     large, many, uneven, wrong, small, tight = page.evaluate(ask, [data_of(config, profile), [
