@@ -141,14 +141,17 @@ def _problem(cut: Cut) -> Problem:
     """What an order is made for."""
     config, layout = cut.config, cut.layout
     stages, edges = _stages_and_edges(cut)
-    room = None
+    room, stage_room = None, list[int]()
     if layout.limit_bytes is not None:
         room = cut.memory_model.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
+        if cut.memory_model.replays:
+            stage_room = cut.memory_model.room(cut.bounds, layout.limit_bytes)
     split = config.splits_backward and any(stage.weights_seconds for stage in stages)
     # all M: a mini-batch of text may have more micro-batches than the planned one of the longest sentences
     return Problem(
         stages, edges, cut.costs.slowdown, cut.device_of_stage, config.micro_batches,
         cut.memory_model.largest(cut.bounds), room, config.recompute, split, _ties(cut), _skips(cut),
+        stage_room,
     )  # fmt: skip
 
 

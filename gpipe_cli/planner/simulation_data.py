@@ -64,13 +64,15 @@ def simulation_data(plan: Plan) -> SimulationData:
                 "name": cost.name,
                 "update": update,
                 "sum": added_up,
-                "workspace": _linear(single, double),
+                "workspace": _linear(*workspace),
+                "graphs": _linear(*graphs),
             }
-            for cost, update, added_up, single, double in zip(
+            for cost, update, added_up, workspace, graphs in zip(
                 profile.costs,
                 costs.updates,
                 costs.sums or (0.0,) * len(profile.costs),
-                *(model.workspace.tolist() for model in memory),
+                zip(*(model.workspace.tolist() for model in memory), strict=True),
+                zip(*(model.graphs.tolist() for model in memory), strict=True),
                 strict=True,
             )
         ],
@@ -165,7 +167,7 @@ def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict
     """Of each span of layers, the bytes of a micro-batch in each way to hold it: fixed ones, and those of a sample.
     `memory` is that of micro-batches of one sample and of two. Where backwards were not traced in halves, as much is
     held between them as before."""
-    single, double = (model.largest(spans) for model in memory)
+    single, double = (model.kept(spans) for model in memory)
     held = [
         {way: _linear(*values) for way, *values in zip(Held._fields, *sizes, strict=True)}
         for sizes in zip(single, double, strict=True)

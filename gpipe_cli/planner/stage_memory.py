@@ -96,9 +96,9 @@ class MemoryModel:
         layers, largest = np.arange(len(profile.costs)), self._of_size[sizes[0]]
         # the backward of a layer allocates gradients of all that the layer has kept
         self.workspace = largest.of_stages(layers, layers + 1)[0]
-        self._graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
+        self.graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
         # what is held while a layer runs backward, those after it having done so
-        self._in_backward = _Maxima(self._graphs + self.workspace)
+        self._in_backward = _Maxima(self.graphs + self.workspace)
         boundaries = [
             self._boundary(tensors) for tensors in (profile.inputs, *(cost.outputs for cost in profile.costs))
         ]
@@ -181,13 +181,17 @@ class MemoryModel:
         """For each stage, the bytes of the largest micro-batch in each way to hold it."""
         return [Held(*self._largest(*span).tolist()) for span in bounds]
 
+    def kept(self, bounds: Bounds) -> list[Held]:
+        """For each stage, the bytes that autograd keeps of the largest micro-batch in each way to hold it."""
+        return [self._of_size[self._sizes[0]].held(*span) for span in bounds]
+
     def _largest(self, first: Layers, end: Layers) -> Whole:
         """The bytes of the largest micro-batch in each of the ways of `Held`, (4,); (4, n) for n stages at once."""
         held = self._of_size[self._sizes[0]].of_stages(first, end)
         if not self.replays:
             return held
         graph, inputs, gradients, _ = held
-        backward = self._in_backward.between(first, end) - self._graphs[np.asarray(end) - 1]
+        backward = self._in_backward.between(first, end) - self.graphs[np.asarray(end) - 1]
         pool = np.where(graph > 0, graph + backward, 0)
         return np.array([pool, inputs, gradients, pool + gradients])
 

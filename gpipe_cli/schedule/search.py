@@ -17,9 +17,9 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import product
 
-from gpipe_cli.schedule.held import Held, changed_bytes, peaks_of_devices
+from gpipe_cli.schedule.held import Held, changed_bytes, peak_bytes, peaks_of_devices
 from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES, order
-from gpipe_cli.schedule.placement import name_of
+from gpipe_cli.schedule.placement import name_of, stages_of_devices
 from gpipe_cli.schedule.recomputation import DoesNotFitError, fewest_recomputations
 from gpipe_cli.schedule.schedule import (
     RETURNS,
@@ -72,6 +72,7 @@ class Problem:
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
     skips: Sequence[SkipCost] = ()
+    stage_room: Sequence[int] = ()  # bytes of `room` for each stage, if it keeps for itself the most that it has held
 
 
 def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
@@ -123,11 +124,14 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
     if recompute == "auto":
         try:
             recomputed: tuple[frozenset[int], ...] = ()
-            if problem.room is not None:
-                recomputed = fewest_recomputations(candidate, problem.sizes, problem.room, problem.device_of_stage)
+            if problem.room is not None and not _Step(problem, candidate).fits:
+                room, devices = (
+                    (problem.stage_room, ()) if problem.stage_room else (problem.room, problem.device_of_stage)
+                )
+                recomputed = fewest_recomputations(candidate, problem.sizes, room, devices)
+            recompute = recomputed or "never"
         except DoesNotFitError:
-            return Tried(name, with_recomputation(candidate, "always"))
-        recompute = recomputed or "never"
+            recompute = "except_last"  # stages that keep their memory may fit together all the same
     schedule = with_recomputation(candidate, recompute)
     step = _Step(problem, schedule)
     if not step.fits:
@@ -165,7 +169,11 @@ class _Step:
         if problem.room is None:
             return True
         sizes = [[size] * problem.micro_batches for size in problem.sizes]
-        peaks = peaks_of_devices(self.schedule, sizes, problem.device_of_stage)
+        if problem.stage_room:
+            of_stages = peak_bytes(self.schedule, sizes)
+            peaks = tuple(sum(of_stages[k] for k in stages) for stages in stages_of_devices(problem.device_of_stage))
+        else:
+            peaks = peaks_of_devices(self.schedule, sizes, problem.device_of_stage)
         return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
 
 

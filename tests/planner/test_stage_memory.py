@@ -11,11 +11,12 @@ from training_runs import TINY, configure, of_type, pipeline_of, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.optimizer import build_optimizer
-from gpipe_cli.config.settings import load_hardware
+from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.replicas import _buckets
+from gpipe_cli.planner.layout import TooLargeError
 from gpipe_cli.planner.make_plan import make_plan
-from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.pipeline_spec import make_pipeline_spec
 from gpipe_cli.planner.stage_memory import MemoryModel, buffers_bytes
 from gpipe_cli.schedule.named_schedules import build, order
@@ -185,3 +186,26 @@ def test_a_skip_past_a_stage_is_none_of_its_outputs() -> None:
         sizes = sum(tensor.bytes(graphs.samples) * (1 + tensor.has_gradient) for tensor in spec.stage_outputs(k))
         received = sum(tensor.bytes(graphs.samples) * (2 + tensor.has_gradient) for tensor in spec.stage_inputs(k))
         assert graphs.memory[k].buffers_bytes - launched.memory[k].buffers_bytes == sizes + received
+
+
+def test_an_order_is_found_that_fits_where_stages_keep_their_pools() -> None:
+    """The search once let two stages of a device share memory, and its order did not fit where named ones do."""
+    profile = profile_model(configure(*EVEN))
+    settings = [*EVEN, "hardware=h100", "partitions=4", "stages_per_process=2", "micro_batches=8", "recompute=auto"]
+    largest = max(held.total_bytes for held in plan_of(configure(*settings, "schedule=auto"), profile).memory)
+    refused = 0
+    for percent in (20, 32, 44):
+        limit = largest * percent // 100
+        configs = {name: configure(*settings, f"schedule={name}") for name in ("1f1b", "interleaved", "auto")}
+        fitting = [name for name, config in configs.items() if fits(config, profile, limit)]
+        assert not fitting or "auto" in fitting
+        refused += not fitting
+    assert refused < 3
+
+
+def fits(config: TrainConfig, profile: ModelProfile, limit_bytes: int) -> bool:
+    try:
+        plan_of(config, profile, limit_bytes)
+    except TooLargeError:
+        return False
+    return True

@@ -1,13 +1,13 @@
 """The actions of a stage as graphs: what they launch is recorded once, and launched again as a whole.
 
 On a GPU the host takes longer to launch the kernels of a small layer than the GPU to run them; a CUDA graph takes one
-launch for all. F, R, B, I and W of a micro-batch are one graph each; what lies between them (sends, receives, the loss,
+launch for all. F, R, B, I and W of a micro-batch are a graph each; what lies between them (sends, receives, the loss,
 seeds) stays as it is, so any schedule and any transport can use them.
 
 A graph reads and writes the same memory in every replay. So each micro-batch in flight has a slot: memory for its
 inputs, and a pool for all that its graphs allocate. How many slots there are follows from the schedule: as many as it
-has micro-batches in flight with all activations. Forwards that keep nothing, which evaluation has as well, take one
-slot more. Outputs and gradients that go to other stages are copied from memory that all slots share. Graphs for
+has micro-batches in flight with all activations. Forwards that keep nothing, which evaluation has as well, take a
+slot of their own. Outputs and gradients that go to other stages are copied from memory that all slots share. Graphs for
 micro-batches of other shapes share this memory and the pools, as nothing stays in a slot that is free. So the bytes
 held are those of the largest micro-batch, however many shapes there are (`planner/stage_memory.py`).
 
@@ -120,6 +120,10 @@ class Slot:
     kept: tuple[StorageBytes, StorageBytes] | None = None  # of I: gradients that it keeps, and what its W needs
     trained: Sequence[nn.Parameter] = ()  # that get a gradient
 
+    def uses(self, storage: torch.UntypedStorage) -> bool:
+        tensors = (*self.inputs, *self.outputs, *self.gradients, *self.input_gradients)
+        return any(tensor is not None and storage_of(tensor) == storage._cdata for tensor in tensors)
+
 
 class StageGraphs:
     """The graphs of one stage, whose layers `compute` runs. Their batch norms write to `statistics`."""
@@ -182,8 +186,8 @@ class StageGraphs:
         made = self._slots.get(key, [])
         slot = next((slot for slot in made if slot.number not in self._busy), None)
         if slot is None:
-            known = {shapes for _, shapes, training in self._slots if training == self._module.training}
-            if shapes not in known and len(known) >= _MOST_SHAPES:
+            recorded_shapes = {shapes for _, shapes, training in self._slots if training == self._module.training}
+            if shapes not in recorded_shapes and len(recorded_shapes) >= _MOST_SHAPES:
                 return None
             slot = self._make(key, inputs, seeds, prove=not made)
             if slot is None:
@@ -195,7 +199,7 @@ class StageGraphs:
         return slot
 
     def backward(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> OptionalTensors:
-        """B or I: returns the gradients of the inputs. `gradients`: of the outputs, as `fits` has found."""
+        """B or I: returns the gradients of the inputs. `gradients`: of the outputs, those for which it `fits`."""
         self._replay_backward(
             slot, [gradient for gradient in compress(gradients, slot.reached) if gradient is not None]
         )
@@ -226,7 +230,7 @@ class StageGraphs:
         self._busy.discard(slot.number)
         if slot in self._slots.get(slot.key, ()):  # and not newer ones
             del self._slots[slot.key]
-        self._misses += self._reached.get(slot.key) != reached
+        self._misses += self._reached.get(slot.key, reached) != reached
         self._reached[slot.key] = reached
         if self._misses > _MOST_MISSES:
             self.cause, self._usable = "which of its outputs get a gradient changes from step to step", False
@@ -257,22 +261,19 @@ class StageGraphs:
         """The bytes held between steps, those of the pools left out."""
         return sum(storage.nbytes() for storage in self._memory.values())
 
-    def _static(self, contents: str, tensors: Iterable[torch.Tensor]) -> Tensors:
-        """Memory for tensors like these, which graphs for all shapes share. If it is too small, graphs that were
+    def _static(self, contents: str, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for tensors like this one, which graphs for all shapes share. If it is too small, graphs that were
         recorded with it are dropped, as they would keep it; they are recorded again when they are needed."""
-        made = list[torch.Tensor]()
-        for place, tensor in enumerate(tensors):
-            shape, strides = tensor.shape, tensor.stride()
-            static = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-            storage = self._memory.get((contents, place))
-            if storage is not None and storage.nbytes() >= static.untyped_storage().nbytes():
-                static.set_(storage, 0, shape, strides)
-            else:
-                if storage is not None:
-                    self._slots.clear()
-                self._memory[contents, place] = static.untyped_storage()
-            made.append(static)
-        return tuple(made)
+        shape, strides = tensor.shape, tensor.stride()
+        static = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        storage = self._memory.get((contents, place))
+        if storage is not None and storage.nbytes() >= static.untyped_storage().nbytes():
+            return static.set_(storage, 0, shape, strides)
+        if storage is not None:
+            remaining = {key: [slot for slot in slots if not slot.uses(storage)] for key, slots in self._slots.items()}
+            self._slots = {key: slots for key, slots in remaining.items() if slots}
+        self._memory[contents, place] = static.untyped_storage()
+        return static
 
     def _forget(self) -> None:
         """Free all memory; called between steps, as micro-batches in flight need theirs."""
@@ -322,12 +323,13 @@ class StageGraphs:
         others = _others(seeds)
         moments = self._statistics.new_moments()
         with self._maker.apart():
-            static = self._static(f"inputs of slot {number}", inputs)
+            contents = f"inputs of slot {number}"
+            static = tuple(self._static(contents, place, given) for place, given in enumerate(inputs))
             _copy((given.roll(1, 0) for given in inputs), static)
             warm_outputs, input_gradients = self._warm_up(key, static, others, moments)
             needs = [output.requires_grad for output in warm_outputs]
             reached = self._gets_gradient(key, warm_outputs)
-            static_outputs = self._static("outputs", (output.detach() for output in warm_outputs))
+            static_outputs = tuple(self._static("outputs", place, like) for place, like in enumerate(warm_outputs))
             trained = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
             for parameter in trained:
                 assert parameter.grad is not None
@@ -352,11 +354,14 @@ class StageGraphs:
             )  # fmt: skip
             if keeps:
                 roots = [get_gradient_edge(output) for output, gets in zip(outputs, reached, strict=True) if gets]
-                slot.gradients = self._static("gradients of outputs", list(compress(static_outputs, reached)))
-                static_gradients = iter(
-                    self._static("gradients of inputs", [one for one in input_gradients if one is not None])
+                slot.gradients = tuple(
+                    self._static("gradients of outputs", place, static_outputs[place])
+                    for place in compress(count(), reached)
                 )
-                slot.input_gradients = tuple(None if one is None else next(static_gradients) for one in input_gradients)
+                slot.input_gradients = tuple(
+                    None if gradient is None else self._static("gradients of inputs", place, gradient)
+                    for place, gradient in enumerate(input_gradients)
+                )
                 del outputs
                 self._record_backward(slot, pool, roots)
         return slot
@@ -426,8 +431,8 @@ class StageGraphs:
         trained, keeps = list(self._module.parameters()), slot.key[0] is not GraphKind.FORWARD
 
         def gradients() -> dict[str, torch.Tensor]:
-            names = self._module.named_parameters()
-            return {f"the gradient of {name}": one.grad + 0.0 for name, one in names if one.grad is not None}
+            named = self._module.named_parameters()
+            return {f"the gradient of {name}": weight.grad + 0.0 for name, weight in named if weight.grad is not None}
 
         for parameter in trained:
             parameter.grad = None
@@ -440,22 +445,22 @@ class StageGraphs:
             if keeps and roots:
                 torch.autograd.backward(roots, given)
             expected = _numbered("output", outputs) | _numbered("the gradient of input", [leaf.grad for leaf in leaves])
-            expected |= _numbered("the moments of batch norm", [one.moments for one in moments]) | gradients()
+            expected |= _numbered("the moments of batch norm", [norm.moments for norm in moments]) | gradients()
             del leaves, outputs, roots
         for parameter in trained:
             parameter.grad = None
         self._replay_forward(slot, inputs, seeds)
-        found = _numbered("output", [one.clone() for one in slot.outputs])
-        found |= _numbered("the moments of batch norm", [one.moments for one in slot.moments])
+        replayed = _numbered("output", [output.clone() for output in slot.outputs])
+        replayed |= _numbered("the moments of batch norm", [norm.moments for norm in slot.moments])
         if keeps:
             self._replay_backward(slot, given)
             if slot.weights is not None:
                 slot.weights.replay()
-            found |= _numbered("the gradient of input", slot.input_gradients) | gradients()
+            replayed |= _numbered("the gradient of input", slot.input_gradients) | gradients()
         for name, value in expected.items():
-            if name not in found or not same_bits(found[name], value):
+            if name not in replayed or not same_bits(replayed[name], value):
                 raise UnrecordableError(f"{name} has other bits when the layers are replayed")
-        if more := found.keys() - expected.keys():
+        if more := replayed.keys() - expected.keys():
             raise UnrecordableError(f"{min(more)} is None unless the layers are replayed")
 
 
@@ -473,7 +478,7 @@ class _Watch:
     def begins(self, place: int) -> None:
         self.ended()
         seed_generator(self.device, self.seeds(place))
-        self._place, self._states = place, [one.get_state() for one in generators(self.device)]
+        self._place, self._states = place, [generator.get_state() for generator in generators(self.device)]
 
     def ended(self) -> None:
         for number, (generator, before) in enumerate(zip(generators(self.device), self._states, strict=False)):
@@ -493,36 +498,39 @@ class _Frozen:
         named = [*module.named_modules()]
         self._modules = [inner for _, inner in named]
         self._attributes = [
-            (own, key, value, value._version if isinstance(value, torch.Tensor) else 0, name)
+            (attributes, key, value, value._version if isinstance(value, torch.Tensor) else 0, name)
             for name, inner in named
-            for own in (vars(inner),)
-            for key, value in own.items()
+            for attributes in (vars(inner),)
+            for key, value in attributes.items()
             if key not in _OF_MODULES
         ]
-        owners = [own for inner in self._modules for own in (inner._modules, inner._parameters, inner._buffers)]
-        self._parts: list[tuple[dict[str, Any], str, Any]] = [(own, *item) for own in owners for item in own.items()]
+        parts = [parts for inner in self._modules for parts in (inner._modules, inner._parameters, inner._buffers)]
+        self._parts: list[tuple[dict[str, Any], str, Any]] = [
+            (owner, *item) for owner in parts for item in owner.items()
+        ]
         self._tensors = [part for _, _, part in self._parts if isinstance(part, torch.Tensor)]
-        self._places = self._now()
+        self._states = self._current()
 
     def changed(self) -> str:
         """The name of an attribute that has changed; "" if none has."""
-        for own, key, value, version, name in self._attributes:
-            now = own.get(key)
-            if now is value:
+        for attributes, key, value, version, name in self._attributes:
+            current = attributes.get(key)
+            if current is value:
                 # a graph of a GPU has the value of a tensor of the CPU
                 same = not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value._version == version
             else:
-                same = isinstance(value, _SCALARS) and type(now) is type(value) and bool(now == value)
+                same = isinstance(value, _SCALARS) and type(current) is type(value) and bool(current == value)
             if not same:
                 return f"layer {name.partition('.')[0]}: {key}"
         return ""
 
     def moved(self) -> bool:
-        return any(own.get(key) is not part for own, key, part in self._parts) or self._now() != self._places
+        return any(owner.get(key) is not part for owner, key, part in self._parts) or self._current() != self._states
 
-    def _now(self) -> list[Any]:
-        places = ((one.data_ptr(), one.requires_grad) for one in self._tensors)
-        return [*places, *(inner.training for inner in self._modules)]
+    def _current(self) -> list[Any]:
+        """Where each tensor is and whether it is trained, and the mode of each module."""
+        tensors = ((tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors)
+        return [*tensors, *(inner.training for inner in self._modules)]
 
 
 def _others(seeds: Seeds) -> Seeds:
@@ -538,7 +546,7 @@ def _copy(tensors: Iterable[torch.Tensor | None], into: Iterable[torch.Tensor | 
 
 
 def _numbered(what: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    return {f"{what} {number}": one.detach() for number, one in enumerate(tensors) if one is not None}
+    return {f"{what} {number}": tensor.detach() for number, tensor in enumerate(tensors) if tensor is not None}
 
 
 def _hooked_layer(module: nn.Module) -> str:
@@ -550,13 +558,13 @@ def _hooked_layer(module: nn.Module) -> str:
             inner = ahead.pop()
             if inner is None:
                 continue
-            own = vars(inner)
-            if any(own[kind] for kind in hooks):
+            attributes = vars(inner)
+            if any(attributes[kind] for kind in hooks):
                 return name
-            for parameter in own["_parameters"].values():
+            for parameter in attributes["_parameters"].values():
                 if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
                     return name
-            ahead += own["_modules"].values()
+            ahead += attributes["_modules"].values()
     return ""
 
 
@@ -567,9 +575,11 @@ def _names(module: nn.Module) -> list[str]:
 
 def _refuse_changed(before: Attributes, names: Sequence[str]) -> None:
     """Raises UnrecordableError for an attribute or buffer that is another object now, or another number."""
-    for (own, kept), name in zip(before, names, strict=True):
-        for key in own.keys() | kept.keys():
-            now, then = own.get(key), kept.get(key)
-            if now is then or (isinstance(then, _SCALARS) and type(now) is type(then) and now == then):
+    for (attributes, earlier), name in zip(before, names, strict=True):
+        for key in attributes.keys() | earlier.keys():
+            value, previous = attributes.get(key), earlier.get(key)
+            if value is previous or (
+                isinstance(previous, _SCALARS) and type(value) is type(previous) and value == previous
+            ):
                 continue
             raise UnrecordableError(f"layer {name} keeps its {key} anew whenever it runs")

@@ -126,8 +126,11 @@ function chosenStep(data, chosen) {
   const bytes = ([base, each], samples) => base + each * samples;
   const fixed = cut.stages.map(({held, buffers, ...stored}, k) => ({...stored, buffers: bytes(buffers, sizes[0]),
     workspace: greatest(data.layers.slice(...bounds[k]).map(({workspace}) => bytes(workspace, sizes[0])))}));
-  const heldSizes = cut.stages.map(({held}) => sizes.map((samples) =>
-    Object.fromEntries(Object.keys(NONE).map((way) => [way, bytes(held[way], own.replays ? sizes[0] : samples)]))));
+  const heldSizes = cut.stages.map(({held}, k) => sizes.map((samples) => {
+    const size = (linear) => bytes(linear, own.replays ? sizes[0] : samples);
+    const ways = Object.fromEntries(Object.keys(NONE).map((way) => [way, size(held[way])]));
+    return own.replays && ways.graph ? inPools(ways, data.layers.slice(...bounds[k]), size) : ways;
+  }));
   const skipping = waitingSkips(data, balance, sizes);
   const memoryOf = (rows) => memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays: own.replays});
   const missing = (all) => limit === null ? [0] : lacking(all.devices, limit);
@@ -182,6 +185,14 @@ function longSkips(edges, skips) {
 function waitingSkips(data, balance, sizes) {
   return crossing(data.skips, balance).filter(({sender, receiver}) => receiver > sender + 1)
     .map((skip) => ({...skip, sizes: sizes.map((samples) => skip.bytes.map(([base, each]) => base + each * samples))}));
+}
+
+/** The ways to hold a micro-batch in a stage of these layers that is replayed as graphs: its pool also has what a layer
+ *  needs backward in addition, those after it having run backward. */
+function inPools(ways, layers, size) {
+  const most = greatest(layers.map(({graphs, workspace}) => size(graphs) + size(workspace)));
+  const graph = ways.graph + most - size(layers.at(-1).graphs);
+  return {...ways, graph, weights: graph + ways.gradients};
 }
 
 /** What each stage holds, at its own fullest moment, and what each device does, whose stages compute one at a time:
