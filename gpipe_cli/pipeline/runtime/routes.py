@@ -39,7 +39,7 @@ class Boundaries:
         self.change(self.training, self.evaluation)
 
     def change(self, training: Sequence[Boundary], evaluation: Sequence[Boundary]) -> None:
-        """From the next step on, these tensors cross instead, of other shapes."""
+        """From the next step on, these tensors cross, which have other shapes."""
         self.training, self.evaluation = training, evaluation
         self._routes = Routes(routes(evaluation)), Routes(routes(training))
 

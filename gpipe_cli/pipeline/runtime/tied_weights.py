@@ -1,6 +1,6 @@
 """Weights that several layers use: an embedding whose matrix is also that of the softmax, wherever the model is cut.
 
-Every stage with such layers has the weight in memory once; each of its layers has its own parameter in it. So the
+Every stage with such layers has the weight in memory once; each of its layers has a parameter of its own there. So the
 gradients of each use are summed over micro-batches in the order of the backwards, and at the end of a step the sums of
 all uses are added in the order of the layers, at K = 1 as for any other cut (law 1). Every stage gets the same total,
 and its optimizer takes the same step. With replicas, each use is summed over them first.
@@ -43,7 +43,7 @@ class Tie:
 def find_ties(model: nn.Sequential) -> tuple[Tie, ...]:
     """The parameters of `model` that modules of several layers have. A module in several layers is a single use."""
     uses: dict[int, dict[str, list[str]]] = {}  # id of a parameter -> layer -> its names in the layer
-    for path, module in model.named_modules():  # has a module of several layers only once
+    for path, module in model.named_modules():  # yields a module of several layers only once
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 names_by_layer = uses.setdefault(id(parameter), {})
@@ -175,8 +175,7 @@ class TiedWeights:
                 use_gradients = [use.gradient(like) for use in uses]
                 members = tuple(sorted({use.process for use in uses}))
                 if len(members) > 1:
-                    pairs = zip(uses, use_gradients, strict=True)
-                    tensors = [(use.process, _flat(gradient)) for use, gradient in pairs]
+                    tensors = [(use.process, _flat(grad)) for use, grad in zip(uses, use_gradients, strict=True)]
                     exchanges.append((self._exchange(self.groups[members], members, tensors), uses[0].device))
                 gradients.append(use_gradients)
             for works, device in exchanges:
