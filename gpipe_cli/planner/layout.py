@@ -215,8 +215,8 @@ def nccl_bytes(layout: Layout) -> int:
     """The bytes that NCCL's buffers take of a GPU of this machine, in the process with the most neighbours."""
     if layout.on_cpu:
         return 0
-    links = [process for pair in pairwise(layout.process_of_stage) if len(set(pair)) == 2 for process in pair]
-    return max(map(links.count, links), default=0) * _BOUNDARY_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
+    ends = [process for pair in pairwise(layout.process_of_stage) if len(set(pair)) == 2 for process in pair]
+    return max(map(ends.count, ends), default=0) * _BOUNDARY_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
 
 
 def _stages_of_a_device(layout: Layout) -> int:

@@ -1,7 +1,7 @@
 """The measures that runs are judged by, an entry for each: name, unit, meaning, and path in the results.
 
-Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: the path, heading
-and format of a measure are here only.
+Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: the path, heading and format of
+a measure are here only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
