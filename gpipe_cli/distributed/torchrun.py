@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpipe_cli.config.typed import shortened
 from gpipe_cli.errors import InputError
 
-_MOST = 10_000  # the most processes of a run, each with a partition
+_MOST_PROCESSES = 10_000  # the most processes of a run, each with a partition
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def torchrun() -> Torchrun | None:
     Raises:
         InputError: the variables contradict each other, or a variable is not a number.
     """
-    processes = _number("WORLD_SIZE", 1, _MOST, 1)
+    processes = _number("WORLD_SIZE", 1, _MOST_PROCESSES, 1)
     rank = _number("RANK", 0, processes - 1, 0)
     if processes == 1:
         return None

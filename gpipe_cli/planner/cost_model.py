@@ -33,8 +33,8 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The measured seconds of the layers (`benchmark/layer_benchmark.py`), for micro-batches of two sizes: between and
-    beyond them the seconds of a layer lie on a line."""
+    """The measured seconds of the layers (`benchmark/layer_benchmark.py`), for micro-batches of two sizes; between and
+    beyond these the seconds of a layer are linear in the size."""
 
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     # per layer, for both sizes: a forward, a forward that keeps its graph, a backward, and its halves if it is split
@@ -50,11 +50,11 @@ class LayerTimes:
     basis: Basis = "timed_layers"
 
     def faster(self, threads: int) -> float:
-        """How many times as fast a process is with so many threads as with those that were timed."""
+        """How many times as fast a process is with `threads` threads as with the threads that were timed."""
         return self.all_threads[1] if threads == self.all_threads[0] else 1.0
 
     def of_layers(self, samples: float, faster: float = 1.0) -> tuple[LayerSeconds, ...]:
-        """The seconds of each layer for a micro-batch of `samples`, on a process that is so many times as fast."""
+        """The seconds of each layer for a micro-batch of `samples`, on a process that is `faster` times as fast."""
         return tuple(
             LayerSeconds(*(self._seconds(*sizes, samples) / faster for sizes in zip(small, large, strict=True)))
             for small, large in zip(*self.seconds, strict=True)
@@ -79,7 +79,7 @@ class StepCosts:
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
     sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; () for one replica
     skips: tuple[SkipSends, ...] = ()  # seconds per micro-batch to send each skip
-    ties: tuple[TieCost, ...] = ()  # of each trained tied weight; `stages` are numbers of layers until the cut is known
+    ties: tuple[TieCost, ...] = ()  # per trained tied weight; `stages` are numbers of layers until the cut is known
     weighted_by: str = ""  # the setting that gives the relative costs of layers, if any: `partition.costs`
     known: DeviceRates | LayerTimes | None = None  # the figures that the costs follow from; None for the data sheet
     together: tuple[float, int] = (1.0, 1)  # (f, n): everything is slower by the factor f while n processes compute
@@ -132,14 +132,14 @@ def predicted_costs(
         known=figures,
         together=(slowdown, together),
     )
-    given = config.partition.costs
-    if given is not None and len(given) != len(profile.costs):
+    user_costs = config.partition.costs
+    if user_costs is not None and len(user_costs) != len(profile.costs):
         raise InputError(
-            f"partition.costs={show(given)}: there are {len(given)} for {len(profile.costs)} layers; give one for "
-            "each, or null for our own"
+            f"partition.costs={show(user_costs)}: there are {len(user_costs)} for {len(profile.costs)} layers; "
+            "give one for each, or null for our own"
         )
-    if given is not None:
-        return _weighted(costs, given, "partition.costs")
+    if user_costs is not None:
+        return _weighted(costs, user_costs, "partition.costs")
     return costs if profile.own_costs is None else _weighted(costs, profile.own_costs, "gpipe_cost of the layers")
 
 
@@ -153,8 +153,8 @@ def _by_rates(
         works = (cost.backward,) if cost.halves is None else (cost.backward, cost.halves.inputs, cost.halves.weights)
         layers.append(LayerSeconds(forward, forward, *(rates.seconds(work, samples) for work in works)))
         # weights, gradients and state are read, weights and state written
-        moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
-        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
+        moved_bytes = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
+        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved_bytes)})
         updates.append(rates.seconds(update, 1) if weights.gradient_bytes else 0.0)
     return tuple(layers), tuple(updates)
 
@@ -177,10 +177,10 @@ def _tie_costs(profile: ModelProfile, latency: float, per_byte: float) -> tuple[
     )
 
 
-def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCosts:
-    """A cost model with the same total seconds, divided among layers in proportion to the costs `given`."""
-    whole = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
-    layers = tuple(LayerSeconds(*(seconds * cost / sum(given) for seconds in whole)) for cost in given)
+def _weighted(costs: StepCosts, shares: Sequence[float], setting: str) -> StepCosts:
+    """A cost model with the same total seconds, divided among layers in proportion to `shares`."""
+    totals = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
+    layers = tuple(LayerSeconds(*(seconds * share / sum(shares) for seconds in totals)) for share in shares)
     return replace(costs, layers=layers, source=f"{costs.source}, shared out by {setting}", weighted_by=setting)
 
 
@@ -202,7 +202,7 @@ def slowdowns(
 def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
     """The cost of sending over a cut after each layer: activations to the next stage, gradients back."""
     return tuple(
-        EdgeCost(*_sent((t for t in cost.outputs if not t.skip), profile, samples, latency, per_byte))
+        EdgeCost(*_sent((tensor for tensor in cost.outputs if not tensor.skip), profile, samples, latency, per_byte))
         for cost in profile.costs[:-1]
     )
 
@@ -211,7 +211,7 @@ def _skip_costs(profile: ModelProfile, samples: float, latency: float, per_byte:
     """The costs of sending each skip of the model, and its gradient back."""
     sends = []
     for skip in profile.skips:
-        tensors = [t for t in profile.costs[skip.stash].outputs if t.skip == skip.name]
+        tensors = [tensor for tensor in profile.costs[skip.stash].outputs if tensor.skip == skip.name]
         sends.append(SkipSends(skip.stash, skip.pop, *_sent(tensors, profile, samples, latency, per_byte)))
     return tuple(sends)
 
@@ -220,7 +220,7 @@ def _sent(
     tensors: Iterable[BoundaryTensor], profile: ModelProfile, samples: float, latency: float, per_byte: float
 ) -> tuple[float, float]:
     """The seconds of sending tensors on, and their gradients back, for a micro-batch of `samples`."""
-    whole = max(1, math.ceil(samples))
-    sizes = [(t.bytes(whole, profile.lengths) * samples / whole, t.has_gradient) for t in tensors]
+    rounded = max(1, math.ceil(samples))
+    sizes = [(t.bytes(rounded, profile.lengths) * samples / rounded, t.has_gradient) for t in tensors]
     forward, back = sum(size for size, _ in sizes), sum(size for size, returns in sizes if returns)
     return latency + forward * per_byte, latency + back * per_byte if back else 0.0

@@ -44,8 +44,8 @@ class Memory:
 
 
 class TooLargeError(InputError):
-    """No cut fits the memory; in the best cut made without a limit, the device of `stage`, which has `stages` of them
-    and this as the fullest, exceeds it by `missing_bytes`."""
+    """No cut fits the memory. In the best cut made without a limit, a device with `stages` stages, the fullest of which
+    is number `stage`, exceeds its memory by `missing_bytes`."""
 
     def __init__(self, stage: int, missing_bytes: int, memory: Memory, stages: int = 1) -> None:
         super().__init__(f"stage {stage} is {missing_bytes} bytes over the limit of {memory.limit_bytes}")
@@ -53,7 +53,7 @@ class TooLargeError(InputError):
 
     @property
     def enough_bytes(self) -> int:
-        """A limit to the memory of a stage with which the device would do."""
+        """A memory limit per stage with which the cut would fit the device."""
         return self.memory.limit_bytes - (-self.missing_bytes // self.stages)
 
 
@@ -195,7 +195,8 @@ def own_threads(processes: int) -> int:
 def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
     """The memory that the settings give or, for recompute=auto, the memory of the device."""
     memory_gib = config.hardware.memory_gib
-    stages, libraries = 1, 0
+    stages = 1
+    library_bytes = 0
     if memory_gib is not None and not layout.here:  # for other machines the setting is per device, not per stage
         stages = max(map(layout.row_of_stage.count, layout.row_of_stage))
     if memory_gib is None and config.recompute == "auto":
@@ -206,25 +207,25 @@ def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
             raise InputError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
         if layout.here:
             stages = _stages_of_a_device(layout)
-            libraries = nccl_bytes(layout)
-    return None if memory_gib is None else Memory(int(memory_gib * 2**30) - libraries, stages)
+            library_bytes = nccl_bytes(layout)
+    return None if memory_gib is None else Memory(int(memory_gib * 2**30) - library_bytes, stages)
 
 
 def nccl_bytes(layout: Layout) -> int:
     """The bytes that NCCL's buffers take of a GPU of this machine, in the process with the most neighbours."""
     if layout.on_cpu:
         return 0
-    ends = [end for pair in pairwise(layout.process_of_stage) if len(set(pair)) == 2 for end in pair]
+    ends = [process for pair in pairwise(layout.process_of_stage) if len(set(pair)) == 2 for process in pair]
     return max(map(ends.count, ends), default=0) * _BOUNDARY_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
 
 
 def _stages_of_a_device(layout: Layout) -> int:
     """How many stages share the memory of a GPU, or of this machine."""
     if layout.started is None:
-        stages = [device for replica in layout.replica_devices for device in replica]
-        return max(map(stages.count, stages))
-    of_a_process = max(map(layout.process_of_stage.count, layout.process_of_stage))
-    return of_a_process * (layout.started.here if layout.on_cpu else 1)
+        stage_devices = [device for devices in layout.replica_devices for device in devices]
+        return max(map(stage_devices.count, stage_devices))
+    per_process = max(map(layout.process_of_stage.count, layout.process_of_stage))
+    return per_process * (layout.started.here if layout.on_cpu else 1)
 
 
 def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
@@ -256,8 +257,8 @@ def _order(config: TrainConfig) -> Order:
 def placement_of(config: TrainConfig) -> PlacementName:
     """The placement that the settings name, or that suits the schedule. A file has no name: `_rows` reads it."""
     given = config.placement or _order(config).placement
-    suits = "looped" if config.schedule == AUTO_SCHEDULE else "neighbours"
-    return given or suits  # type: ignore[return-value]  # the settings were checked
+    default = "looped" if config.schedule == AUTO_SCHEDULE else "neighbours"
+    return given or default  # type: ignore[return-value]  # the settings were checked
 
 
 def _fixes_rows(config: TrainConfig) -> str | None:
@@ -326,8 +327,8 @@ def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], gpu_count: in
     """The row and the devices of each stage, if every pipeline has a single process, which drives `gpu_count` GPUs."""
     if config.stages_per_process is None and not _fixes_rows(config):
         rows = _rows(config, min(gpu_count, 1 + max(rows)))
-    used = min(gpu_count, 1 + max(rows))
-    gpus = [row * used // (1 + max(rows)) for row in rows]
+    used_gpus = min(gpu_count, 1 + max(rows))
+    gpus = [row * used_gpus // (1 + max(rows)) for row in rows]
     return tuple(rows), tuple(tuple(f"{TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(config.replicas))
 
 
@@ -350,9 +351,9 @@ def _gpu_of_each_process(
             f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
         )
     # under torchrun a process knows only its own GPU, numbered from 0 per machine, or per process if it sees no other
-    local = {} if started is None else {started.rank: started.local_rank}
+    local_ranks = {} if started is None else {started.rank: started.local_rank}
 
     def device(process: int) -> str:
-        return f"{TYPE}:{0 if own_gpu_only else local.get(process, process % processes_here)}"
+        return f"{TYPE}:{0 if own_gpu_only else local_ranks.get(process, process % processes_here)}"
 
     return tuple(tuple(device(processes * r + owner) for owner in process_of_stage) for r in range(replicas))

@@ -1,7 +1,7 @@
 """The measures that runs are judged by, an entry for each: name, unit, meaning, and path in the results.
 
-Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: none of them knows a path, a
-heading or a format.
+Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: the path, heading and format of
+a measure are here only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Unit:
         if not self.sizes:
             return self.name, self.bare
         largest = max((abs(value) for value in values if value is not None), default=0.0)
-        name, divisor = next((each for each in self.sizes if largest < self.below * each[1]), self.sizes[-1])
+        name, divisor = next((entry for entry in self.sizes if largest < self.below * entry[1]), self.sizes[-1])
         return name, lambda value: self.bare(value / divisor)
 
 
@@ -100,7 +100,7 @@ class Measure:
 
 
 # Measures with a `final` are in the order in which TensorBoard's tab HParams shows them.
-_ALL = (
+_LIST = (
     Measure("test_top1", "test top-1", "top-1", SHARE,
             "Share of the test set's images (with masks: of its pixels) whose most likely class is the correct one, at "
             "the last evaluation, with averaged weights if there are any.", of="test.top1", tag="test/top1",
@@ -226,7 +226,7 @@ _ALL = (
     Measure("train_gradient_norm", "gradient norm", "gradient norm", LOSS,
             "L2 norm of the gradients of all stages in a step, before clipping.", tag="train/gradient_norm"),
 )  # fmt: skip
-MEASURES: Mapping[str, Measure] = {measure.key: measure for measure in _ALL}
+MEASURES: Mapping[str, Measure] = {measure.key: measure for measure in _LIST}
 
 TRAIN_LOSS = MEASURES["train_loss"].tag
 
@@ -238,14 +238,14 @@ def chosen(*keys: str) -> list[Measure]:
 
 def finals(task: Task) -> list[Measure]:
     """The measures in TensorBoard's tab HParams: first those of `task`, then those of other tasks."""
-    measures = [measure for measure in _ALL if measure.final]
+    measures = [measure for measure in _LIST if measure.final]
     return sorted(measures, key=lambda measure: task not in measure.tasks)
 
 
 def explained(measure: Measure) -> str:
     """The text of `gpipe help KEY`: the measure's meaning, unit, better direction, and where it is found."""
-    unit = {SHARE: "a share from 0 to 1", STEP: "seconds", SECONDS: "seconds", BYTES: "bytes", RATE: "per second"}
+    units = {SHARE: "a share from 0 to 1", STEP: "seconds", SECONDS: "seconds", BYTES: "bytes", RATE: "per second"}
     places = [f"result.json: {measure.of}"] * bool(measure.of) + [f"TensorBoard: {measure.tag}"] * bool(measure.tag)
-    sentences = [measure.what, f"Unit: {unit[measure.unit]}." if measure.unit in unit else ""]
+    sentences = [measure.what, f"Unit: {units[measure.unit]}." if measure.unit in units else ""]
     sentences += [f"{measure.better.capitalize()} is better." if measure.better else "", "; ".join(places)]
     return " ".join(filter(None, sentences))

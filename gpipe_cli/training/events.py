@@ -11,7 +11,7 @@ class DataFacts:
     """What the banner says about the data."""
 
     train_samples: int | None = None  # None if the data was not opened, as in a dry run
-    test_samples: int | None = None  # None as above
+    test_samples: int | None = None  # None if the data was not opened
     vocabulary: int | None = None  # number of tokens; None for images
     languages: int | None = None  # number of languages; None except for translation
     unigram_perplexity: float | None = None  # of the test set, by token frequencies alone; None for images
@@ -47,7 +47,7 @@ class Scores:
     loss: float
     top1: float
     top5: float | None
-    averaged: bool  # whether the weights were their moving averages
+    averaged: bool  # whether these are the scores of the weights' moving averages
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class StepDone:
     lengths: tuple[int, ...]  # lengths, in tokens, to which the sentences were padded; () for images
     seconds: float
     loss: float  # the loss minimized, with label smoothing and the auxiliary head
-    cross_entropy: float  # unit: nats
+    cross_entropy: float  # in nats
     top1: float  # share of correct predictions, 0 to 1
-    top5: float | None  # of images with a single class; else None
+    top5: float | None  # for images with a single class; else None
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far
@@ -134,7 +134,7 @@ class CheckpointFailed:
     """A checkpoint could not be written; the training goes on."""
 
     step: int
-    why: str  # one line
+    why: str  # the cause, in a line
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class EvaluationDone:
 
     samples: int
     scores: Scores
-    seconds: float  # of the pass over the test set, without decoding
+    seconds: float  # time of the pass over the test set, without decoding
     unigram_perplexity: float | None  # None for images
     translation: "TranslationScores | None"  # None if nothing was decoded
 

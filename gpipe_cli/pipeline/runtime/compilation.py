@@ -93,7 +93,7 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
 class _CompiledForward:
     """The compiled forward that replaces a layer's own.
 
-    Compiled code does not know about micro-batches, so batch norms write their moments into the same memory in every
+    Compiled code is the same for all micro-batches, so batch norms write their moments into the same memory in every
     call; from there they are copied into the micro-batch's slot of the statistics.
     """
 
@@ -189,11 +189,11 @@ def naming_layer(name: str) -> Iterator[None]:
 
 
 def _is_of_compiler(error: BaseException) -> bool:
-    from torch._dynamo import exc as of_tracing
-    from torch._inductor import exc as of_code
+    from torch._dynamo import exc as dynamo_errors
+    from torch._inductor import exc as inductor_errors
 
-    tracing = of_tracing.TorchDynamoException, of_tracing.FailOnRecompileLimitHit
-    return isinstance(error, (*tracing, of_code.CppCompileError, of_code.InvalidCxxCompiler))
+    tracing = dynamo_errors.TorchDynamoException, dynamo_errors.FailOnRecompileLimitHit
+    return isinstance(error, (*tracing, inductor_errors.CppCompileError, inductor_errors.InvalidCxxCompiler))
 
 
 def _refused(why: str) -> RefusedError:
@@ -216,7 +216,7 @@ def _compiled() -> Callable[[nn.Module, Any], Any]:
     # dropout draws the same numbers as uncompiled, and repeats them from the same seed
     _inductor.config.fallback_random = True
     _inductor.config.cpp.threads = torch.get_num_threads()  # part of the code and of its key in the cache
-    if hasattr(_inductor.config, "deterministic"):  # not in torch 2.9, which also times GPU code less
+    if hasattr(_inductor.config, "deterministic"):  # not in torch 2.9, which also times fewer GPU kernels
         # on GPUs no kernel is then chosen by timing, which also fixes the order of sums
         _inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:

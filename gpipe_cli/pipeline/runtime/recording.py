@@ -56,7 +56,7 @@ class StreamClock:
         self._device = device
         self._steps = 0
         self._reference: _Reference | None = None
-        self._beside = new_stream(device)  # a stream without work, for anchors
+        self._idle_stream = new_stream(device)  # for anchors
         self._events: list[torch.Event] = []  # events of this step and of the step before
         self._events_before: list[torch.Event] = []
         self._marks = 0  # marks made in this step
@@ -64,12 +64,12 @@ class StreamClock:
     def begin_step(self) -> None:
         if self._steps % _ANCHOR_STEPS == 0:  # on an idle stream, so that the host does not wait for kernels
             anchor = new_timer(self._device)
-            anchor.record(self._beside)
+            anchor.record(self._idle_stream)
             anchor.synchronize()
             self._reference = _Reference(anchor, time.perf_counter(), None)
-        began = new_timer(self._device)
-        began.record(current_stream(self._device))
-        self._reference = _Reference(began, None, self._reference)
+        start = new_timer(self._device)
+        start.record(current_stream(self._device))
+        self._reference = _Reference(start, None, self._reference)
         self._events, self._events_before = self._events_before, self._events
         self._marks = 0
         self._steps += 1
@@ -147,7 +147,7 @@ class Recording:
         if not core_seconds:
             return 0.0
         marks = self._marks[stage]
-        computing_seconds = sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS))
+        computing_seconds = sum(marks[first + 2] - marks[first + 1] for first in range(0, len(marks), MARKS))
         return max(0.0, 1 - core_seconds / computing_seconds)
 
     def seconds(self) -> dict[int, list[float]]:
@@ -191,25 +191,25 @@ def measured_timeline(
     It begins at `began_seconds`: earlier waiting is left out, as a stage may wait for its first micro-batch while
     stage 0 is still in the previous step. The time that a stage takes to hand on its results is a transfer, too.
     """
-    ends = {
-        action: numbers[at * MARKS + 2]
+    action_ends = {
+        action: numbers[index * MARKS + 2]
         for actions, numbers in zip(schedule.stages, seconds, strict=True)
-        for at, action in enumerate(actions)
+        for index, action in enumerate(actions)
     }
     stages, events = [], []
     for actions, numbers in zip(schedule.stages, seconds, strict=True):
         spans: list[Span] = []
-        beside: list[Event] = []
-        for at, action in enumerate(actions):
-            begun, received, computed, handed_on = numbers[at * MARKS : (at + 1) * MARKS]
+        stage_events: list[Event] = []
+        for index, action in enumerate(actions):
+            begun, received, computed, handed_on = numbers[index * MARKS : (index + 1) * MARKS]
             source = schedule.source(action)
             if source is not None:
-                beside += gap(action, max(begun, min(began_seconds, received)), received, ends[source])
+                stage_events += gap(action, max(begun, min(began_seconds, received)), received, action_ends[source])
             spans.append(Span(action, received, computed))
             if handed_on > computed:
-                beside.append(Event(EventKind.TRANSFER, computed, handed_on, action))
-        adding, added, begun, ended = numbers[len(actions) * MARKS :][:ENDS]
-        after = Event(EventKind.TRANSFER, adding, added, None), Event(EventKind.UPDATE, begun, ended, None)
+                stage_events.append(Event(EventKind.TRANSFER, computed, handed_on, action))
+        sum_begun, sum_ended, begun, ended = numbers[len(actions) * MARKS :][:ENDS]
+        last_events = Event(EventKind.TRANSFER, sum_begun, sum_ended, None), Event(EventKind.UPDATE, begun, ended, None)
         stages.append(tuple(spans))
-        events.append((*beside, *(event for event in after if event.seconds > 0)))
+        events.append((*stage_events, *(event for event in last_events if event.seconds > 0)))
     return Timeline(tuple(stages), tuple(events), tuple(device_of_stage))

@@ -1,8 +1,8 @@
 """Data parallelism: several pipelines each take a share of a mini-batch; the replicas of a stage sum their gradients.
 
 They do so once per step, in buckets, while gradients of other layers and stages are still computed. A bucket is summed
-in two steps: an all-to-all gives each replica all copies of its own part, which it sums in the order of the replicas;
-an all-gather then sends the sums to all. So all replicas do equal work, and the order of every sum depends neither on
+in two steps: an all-to-all gives each replica all copies of its part, which it sums in the order of the replicas; an
+all-gather then sends the sums to all replicas. So these do equal work, and the order of every sum depends neither on
 the cut nor on the run (law 7).
 
 Gradients are copied once, into the bucket that is sent. The sums arrive in its memory, and become the gradients.
@@ -43,36 +43,36 @@ class _Bucket:
     places: Sequence[tuple[Any, Any, int]]  # shape, strides as autograd gives them, and offset of each gradient
     part: int  # elements that each replica sums
     pending: int = 0  # gradients that may still change in this step
-    own: torch.Tensor | None = None  # (R, part): the gradients in memory order; what lies between them is not read
-    views: Sequence[torch.Tensor] = ()  # the gradients in `own`
-    received: torch.Tensor | None = None  # (R, part): from each replica, the part that this one sums
+    buffer: torch.Tensor | None = None  # (R, part): gradients in memory order, later their sums; padding is not read
+    views: Sequence[torch.Tensor] = ()  # the gradients in `buffer`
+    received: torch.Tensor | None = None  # (R, part): from each replica, the part that this replica sums
     work: Any = None
 
 
 @dataclass
 class Replicas:
-    """Sums one engine's gradients over the `size` processes that have the same stages, one in each pipeline and in that
-    order; `groups` has a process group of them for each device of their stages. Every wait is inside the context
+    """Sums an engine's gradients over the `size` processes that have the same stages, one per pipeline, in the order of
+    the pipelines; `groups` has their process group for each device of the stages. Every wait is inside the context
     `waits`; methods raise PeerLostError if another replica is lost."""
 
     groups: Mapping[torch.device, dist.ProcessGroup]
     size: int
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
     _buckets: list[_Bucket] = field(default_factory=list)  # in the order in which all replicas sum them
-    _begun: int = 0  # how many of them are being summed
-    _found: set[nn.Parameter] = field(default_factory=set)  # parameters that have got a gradient here in this step
-    _used: set[nn.Parameter] | None = None  # those that got one in the first step, in any replica
+    _begun: int = 0  # how many of these buckets are being summed
+    _with_gradient: set[nn.Parameter] = field(default_factory=set)  # in this step, in this replica
+    _used: set[nn.Parameter] | None = None  # parameters that got a gradient in the first step, in any replica
 
     def connect(self, seconds: float) -> None:
         """Send one message of each kind over each group, in the same order in all processes. NCCL connects at the first
-        one, and needs idle devices for it, which are not when receives wait for other stages. Raises PeerLostError if
-        that takes longer than `seconds`."""
+        message, and needs idle devices for that: later, receives that wait for other stages keep devices busy. Raises
+        PeerLostError if connecting takes longer than `seconds`."""
         for device, group in self.groups.items():
-            own, received, gathered = torch.zeros(3, self.size, device=device)
+            sent, received, gathered = torch.zeros(3, self.size, device=device)
             with self._waiting():
                 works: list[Any] = [
-                    dist.all_to_all_single(received, own, group=group, async_op=True),
-                    _all_gather(gathered, own[:1].clone(), group),
+                    dist.all_to_all_single(received, sent, group=group, async_op=True),
+                    _all_gather(gathered, sent[:1].clone(), group),
                 ]
                 for work in works:
                     work.wait()
@@ -95,20 +95,20 @@ class Replicas:
         for bucket in self._buckets:
             bucket.pending = len(bucket.parameters)
         self._begun = 0
-        self._found.clear()
+        self._with_gradient.clear()
 
     @contextmanager
     def last_action(self, stage: int) -> Iterator[None]:
         """Inside, a gradient of `stage` that has been accumulated is final; afterwards all are, and a parameter without
-        one does not get one. No earlier action makes any final: a weight may wait for its W in one micro-batch, and not
-        in another. Raises InputError for a gradient that was added to after it had been sent."""
+        a gradient gets none in this step. No earlier action makes a gradient final: a weight may wait for its W in some
+        micro-batches only. Raises InputError for a gradient that was added to after it had been sent."""
 
-        def is_final(bucket: _Bucket, parameter: torch.Tensor) -> None:
+        def note_final(bucket: _Bucket, parameter: torch.Tensor) -> None:
             bucket.pending -= 1
             self._begin()
 
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(is_final, bucket))
+            parameter.register_post_accumulate_grad_hook(partial(note_final, bucket))
             for bucket in self._buckets
             for parameter in (bucket.parameters if bucket.stage == stage else ())
         ]
@@ -119,7 +119,7 @@ class Replicas:
                 hook.remove()
         for bucket in self._buckets:
             if bucket.stage == stage:
-                if bucket.own is not None and any(one.grad is not None for one in bucket.parameters):
+                if bucket.buffer is not None and any(parameter.grad is not None for parameter in bucket.parameters):
                     raise InputError(
                         f"replicas={self.size}: a layer of stage {stage} adds to a gradient several times in one "
                         "backward, by a backward of its own; use replicas=1, or let autograd run it"
@@ -128,78 +128,79 @@ class Replicas:
         self._begin()
 
     def finish(self) -> None:
-        """Wait until all gradients are summed over replicas; `.grad` then has the sums, and None where this replica has
-        found none. One without samples gets those that any replica has found in the first step."""
+        """Wait until all gradients are summed over replicas; `.grad` then has the sums, and is None for parameters that
+        got no gradient in this replica. A replica without samples gets sums for all parameters that got a gradient in
+        the first step, in any replica."""
         gathered: list[Any] = []
         for bucket in self._buckets:
             with self._waiting():
                 bucket.work.wait()
                 assert bucket.received is not None
-                assert bucket.own is not None
+                assert bucket.buffer is not None
                 sums = bucket.received[0]
                 for part in bucket.received[1:]:
                     sums += part
                 group = self.groups[sums.device]
-                gathered.append(_all_gather(bucket.own.view(-1), sums, group))
+                gathered.append(_all_gather(bucket.buffer.view(-1), sums, group))
         if self._used is None:
-            self._used = self._found_in_any()
-        present = self._found or self._used
+            self._used = self._used_in_any()
+        summed = self._with_gradient or self._used
         for bucket, work in zip(self._buckets, gathered, strict=True):
             with self._waiting():
                 work.wait()
             for parameter, sums in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = sums if parameter in present else None
-            bucket.own = bucket.received = bucket.work = None
+                parameter.grad = sums if parameter in summed else None
+            bucket.buffer = bucket.received = bucket.work = None
             bucket.views = ()
 
-    def _found_in_any(self) -> set[nn.Parameter]:
-        """The parameters that have got a gradient in any replica. The host waits for that."""
+    def _used_in_any(self) -> set[nn.Parameter]:
+        """The parameters that have got a gradient in any replica in this step. The host waits for this exchange."""
         used = set[nn.Parameter]()
         for device in self.groups:
-            parameters = [one for bucket in self._buckets for one in bucket.parameters if one.device == device]
-            found = torch.tensor([float(one in self._found) for one in parameters], device=device)
-            counts = torch.stack(tuple(self.gather(found))).sum(dim=0).tolist()
-            used |= {one for one, count in zip(parameters, counts, strict=True) if count}
+            parameters = [p for bucket in self._buckets for p in bucket.parameters if p.device == device]
+            flags = torch.tensor([float(parameter in self._with_gradient) for parameter in parameters], device=device)
+            counts = torch.stack(tuple(self.gather(flags))).sum(dim=0).tolist()
+            used |= {parameter for parameter, count in zip(parameters, counts, strict=True) if count}
         return used
 
     def _begin(self) -> None:
-        """Begin to sum the buckets whose gradients are final, in order: another replica may get to them in another."""
+        """Begin to sum buckets whose gradients are final, in order: other replicas may get to them in another order."""
         while self._begun < len(self._buckets) and not self._buckets[self._begun].pending:
             bucket = self._buckets[self._begun]
             self._begun += 1
             first = bucket.parameters[0]
-            found = [at for at, parameter in enumerate(bucket.parameters) if parameter.grad is not None]
-            made = torch.empty if len(found) == len(bucket.parameters) else torch.zeros
-            bucket.own = made(self.size, bucket.part, dtype=first.dtype, device=first.device)
-            bucket.views = [bucket.own.view(-1).as_strided(*place) for place in bucket.places]
-            if found:
-                gradients = [gradient for one in bucket.parameters if (gradient := one.grad) is not None]
+            indices = [index for index, parameter in enumerate(bucket.parameters) if parameter.grad is not None]
+            allocate = torch.empty if len(indices) == len(bucket.parameters) else torch.zeros
+            bucket.buffer = allocate(self.size, bucket.part, dtype=first.dtype, device=first.device)
+            bucket.views = [bucket.buffer.view(-1).as_strided(*place) for place in bucket.places]
+            if indices:
+                gradients = [gradient for parameter in bucket.parameters if (gradient := parameter.grad) is not None]
                 with torch.no_grad():
-                    torch._foreach_copy_([bucket.views[at] for at in found], gradients)
+                    torch._foreach_copy_([bucket.views[index] for index in indices], gradients)
                 del gradients
-            for at in found:
-                self._found.add(bucket.parameters[at])
-                bucket.parameters[at].grad = None  # its memory is free for what comes next
-            bucket.received = torch.empty_like(bucket.own)
+            for index in indices:
+                self._with_gradient.add(bucket.parameters[index])
+                bucket.parameters[index].grad = None  # frees its memory for the rest of the step
+            bucket.received = torch.empty_like(bucket.buffer)
             with self._waiting():
                 group = self.groups[first.device]
-                bucket.work = dist.all_to_all_single(bucket.received, bucket.own, group=group, async_op=True)
+                bucket.work = dist.all_to_all_single(bucket.received, bucket.buffer, group=group, async_op=True)
 
     def _waiting(self) -> AbstractContextManager[None]:
         return waiting_for_peers(self.waits(), "the gradients of another replica did not come")
 
 
 def _buckets(stage: int, module: nn.Module, replicas: int) -> Iterator[_Bucket]:
-    """The buckets of a stage: its trained parameters from the last one to the first, as a backward gets to them."""
+    """The buckets of a stage: its trained parameters from last to first, as a backward gets to them."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for (dtype, _), alike in groupby(reversed(trained), key=lambda one: (one.dtype, one.device)):
+    for (dtype, _), alike in groupby(reversed(trained), key=lambda parameter: (parameter.dtype, parameter.device)):
         for parameters in _filled(alike):
             aligned = ALIGNED_BYTES // dtype.itemsize
             sizes = [-(-parameter.numel() // aligned) * aligned for parameter in parameters]
             *offsets, length = accumulate(sizes, initial=0)
             places = [
-                (one.shape, torch.empty_like(one, device="meta").stride(), offset)
-                for one, offset in zip(parameters, offsets, strict=True)
+                (parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)
+                for parameter, offset in zip(parameters, offsets, strict=True)
             ]
             yield _Bucket(stage, parameters, places, part=-(-length // (replicas * aligned)) * aligned)
 
@@ -208,7 +209,7 @@ def _filled(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         bucket.append(parameter)
-        if sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
+        if sum(added.nbytes for added in bucket) >= _BUCKET_BYTES:
             yield bucket
             bucket = []
     if bucket:

@@ -25,9 +25,9 @@ class ActivationCounter:
     def __init__(self) -> None:
         self.on = False
         self.peak_bytes = 0  # the most bytes held at once since the step began
-        self._static: set[int] = set()
-        self._held: dict[int, StorageBytes] = {}
-        # apart, as a gradient may get memory that autograd frees during the same backward
+        self._static: set[int] = set()  # storages that are not counted
+        self._held: dict[int, StorageBytes] = {}  # by micro-batch
+        # not in `_held`, as a gradient may get memory that autograd frees during the same backward
         self._gradients: dict[int, StorageBytes] = {}
 
     @property
@@ -117,7 +117,7 @@ def counting_saved(counted: "StorageBytes") -> Iterator[None]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         counted.add((tensor,))
-        return tensor.detach()  # the tensor itself would own the graph that owns it
+        return tensor.detach()  # the tensor itself refers to the graph that would keep it
 
     with saved_tensors_hooks(keep, lambda kept: kept):
         yield
@@ -142,7 +142,8 @@ class ByteRange:
 def byte_range(tensor: torch.Tensor) -> ByteRange:
     """Bytes from the tensor's first to its last; dimensions of stride 0 add none."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, width = int(tensor.storage_offset()), tensor.dtype.itemsize
+    start = int(tensor.storage_offset())
+    width = tensor.dtype.itemsize
     end = start + reach + 1 if tensor.numel() else start
     return ByteRange(storage_of(tensor), start * width, end * width)
 
@@ -172,15 +173,15 @@ class StorageBytes:
         return copied
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.add_ranges(byte_range(one) if storage_of(one) in self._given else _whole_storage(one) for one in tensors)
+        self.add_ranges(byte_range(t) if storage_of(t) in self._given else _whole_storage(t) for t in tensors)
 
     def add_ranges(self, spans: Iterable[ByteRange]) -> None:
         for span in spans:
             if span.storage in self._without or not span.bytes:
                 continue
-            if (known := self._ranges.get(span.storage)) is not None:
-                self.bytes -= known.bytes
-                span = ByteRange(span.storage, min(known.start, span.start), max(known.end, span.end))
+            if (counted := self._ranges.get(span.storage)) is not None:
+                self.bytes -= counted.bytes
+                span = ByteRange(span.storage, min(counted.start, span.start), max(counted.end, span.end))
             self._ranges[span.storage] = span
             self.bytes += span.bytes
 
@@ -191,5 +192,5 @@ class StorageBytes:
                 self.bytes -= span.bytes
 
     def meets(self, span: ByteRange) -> bool:
-        known = self._ranges.get(span.storage)
-        return known is not None and known.meets(span)
+        counted = self._ranges.get(span.storage)
+        return counted is not None and counted.meets(span)

@@ -8,9 +8,9 @@ What makes results independent of the cut (law 1), for each layer and not only f
 * the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
 * the tensors between layers, and the gradients that come back through them, always have the same strides and alignment,
   because kernels are chosen by them, and may sum in another order;
-* a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that
+* a tensor handed over twice becomes two tensors, because their gradients would otherwise be summed in an order that
   depends on whether a cut lies between. The tensor that a `Stash` keeps and hands on becomes two as well: its gradient
-  is the sum of exactly two, which does not depend on their order.
+  is the sum of exactly two gradients, which does not depend on their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,10 +62,10 @@ class _InFlight:
     """What is kept of a micro-batch between its forward and its backward."""
 
     inputs: Tensors
-    # once there is a graph of autograd: for each output the edge where its backward starts, None if it needs none
+    # once there is an autograd graph: per output, the edge where its backward starts; None if it needs no gradient
     roots: tuple[GradientEdge | None, ...] | None = None
-    slot: Slot | None = None  # where the layers are replayed: then `roots` are those of the loss, which is not
-    outputs: Tensors = ()  # the slot's outputs as leaves of the loss's graph of autograd
+    slot: Slot | None = None  # of replayed layers; `roots` are then those of the loss, which is not replayed
+    outputs: Tensors = ()  # the slot's outputs, as leaves of the loss's autograd graph
 
 
 class Stage:
@@ -77,7 +77,7 @@ class Stage:
     forward: it keeps nothing, and R, B, I and W do nothing. Layers compute in `computed_in` where autocast uses it;
     `compiled`: in training they run compiled by torch.compile.
 
-    Raises RefusedError if layers cannot be compiled here, and InputError as `tracking_norms`.
+    Raises RefusedError if layers cannot be compiled here, and InputError as `tracking_norms` does.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class Stage:
         in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
         received = [[tensor for tensor in boundary if not tensor.skip] for boundary in (in_evaluation, inputs)]
         self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in received]
-        # in evaluation and in training, the name of each skip that is among the inputs, a tensor each
+        # in evaluation and in training: for each input that belongs to a skip, the skip's name
         self._skips = [[tensor.skip for tensor in boundary if tensor.skip] for boundary in (in_evaluation, inputs)]
-        self._first_layer, self._memory_format = first_layer, memory_format
+        self._first_layer = first_layer
+        self._memory_format = memory_format
         self._autocast = partial(autocast, device, computed_in)
         self.statistics = BatchStatistics()
         self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
@@ -126,7 +127,7 @@ class Stage:
         set_training(self.module, training)
 
     def use_graphs(self, maker: GraphMaker) -> None:
-        """From now on, replay actions where that gives the same bits."""
+        """From now on, replay actions as graphs where that gives the same bits."""
         self.graphs = StageGraphs(
             self.module, self.device, maker, self.statistics, self._compute, lambda: self.layer_name
         )
@@ -139,11 +140,12 @@ class Stage:
         actions: Sequence[Action] = (),
     ) -> None:
         """Called before the first action of a mini-batch. Seeds depend on `step`, which counts mini-batches over the
-        whole run, and on a micro-batch's number over all replicas; this pipeline's begin at `first_micro_batch`.
-        `actions` are those that follow."""
+        whole run, and on a micro-batch's number over all replicas; this pipeline's numbers begin at
+        `first_micro_batch`. `actions` are those of this stage in the step."""
         assert not self._saved, "a step begins with nothing saved"
         assert not self._deferred, "a step begins with no gradients to compute"
-        self._step, self._first_micro_batch, self._objective = step, first_micro_batch, objective
+        self._step, self._first_micro_batch = step, first_micro_batch
+        self._objective = objective
         self._split = frozenset(action.micro_batch for action in actions if action.kind is Kind.I)
         self.counter.begin_step(self.module)
         if self.graphs is not None:
@@ -161,15 +163,15 @@ class Stage:
             with self.statistics.recording(self.statistics.of(micro_batch)), self._recording(micro_batch, keep, inputs):
                 leaves, outputs = self._compute(inputs, graph, self._seed(micro_batch))
                 with torch.set_grad_enabled(graph), self._autocast():
-                    closed = self._close(micro_batch, outputs, observe=True)
+                    results = self._close(micro_batch, outputs, observe=True)
             if graph:
-                self._keep(micro_batch, _InFlight(leaves, _roots(closed)))
+                self._keep(micro_batch, _InFlight(leaves, _roots(results)))
         if keep is Retain.INPUT:
             self._keep(micro_batch, _InFlight(inputs))
         return outputs
 
     def recompute(self, micro_batch: int) -> None:
-        """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
+        """R: run the forward again from the kept inputs, now keeping every activation; receives nothing."""
         saved = self._saved[micro_batch]
         assert saved.roots is None, f"micro-batch {micro_batch} needs no recomputation"
         slot = self._replayed(micro_batch, saved.inputs, Retain.GRAPH)
@@ -179,8 +181,8 @@ class Stage:
         with self._recording(micro_batch, Retain.GRAPH, saved.inputs):
             leaves, outputs = self._compute(saved.inputs, True, self._seed(micro_batch))
             with torch.enable_grad(), self._autocast():
-                closed = self._close(micro_batch, outputs, observe=False)
-        self._keep(micro_batch, _InFlight(leaves, _roots(closed)))
+                results = self._close(micro_batch, outputs, observe=False)
+        self._keep(micro_batch, _InFlight(leaves, _roots(results)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """B: return the gradients of the inputs; those of parameters are accumulated in `.grad`.
@@ -199,7 +201,7 @@ class Stage:
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool
     ) -> tuple[torch.Tensor | None, ...]:
         """B, or I if it is `split`."""
-        saved, roots, given = self._begin_backward(micro_batch, gradients)
+        saved, roots, root_gradients = self._begin_backward(micro_batch, gradients)
         if saved.slot is not None:
             if self._objective is not None:
                 if roots:
@@ -211,16 +213,17 @@ class Stage:
             leaves, outputs = self._compute(_copies(saved.slot.inputs), True, self._seed(micro_batch))
             pairs = [*zip(_roots(outputs), gradients, strict=True)]
             roots = [root for root, gradient in pairs if root is not None and gradient is not None]
-            given = [gradient for root, gradient in pairs if root is not None and gradient is not None]
+            root_gradients = [gradient for root, gradient in pairs if root is not None and gradient is not None]
             saved = _InFlight(leaves)
         if split:
-            keeps = partial(self.counter.hold_gradient, micro_batch)
-            deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
+            count_gradient = partial(self.counter.hold_gradient, micro_batch)
+            deferred = backward_inputs(roots, root_gradients, count_gradient) if roots else []
+            self._deferred[micro_batch] = deferred
             self.counter.drop(micro_batch)
-            self.counter.hold(micro_batch, saved.inputs, (kept for weight in deferred for kept in weight.kept))
+            self.counter.hold(micro_batch, saved.inputs, (tensor for weight in deferred for tensor in weight.kept))
         else:
             if roots:
-                torch.autograd.backward(roots, given)
+                torch.autograd.backward(roots, root_gradients)
             self.counter.drop(micro_batch)
         return tuple(tensor.grad for tensor in saved.inputs)
 
@@ -237,20 +240,20 @@ class Stage:
     def _begin_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[_InFlight, list[GradientEdge], list[torch.Tensor | None]]:
-        """What was saved, where the backward starts, and the gradients there."""
+        """What was saved, the edges where the backward starts, and the gradients of these edges."""
         saved = self._saved.pop(micro_batch)
         assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
         if self._objective is not None:
             gradients = (None,) * len(saved.roots)
-        roots = [
+        pairs = [
             (root, gradient)
             for root, gradient in zip(saved.roots, gradients, strict=True)
             if root is not None and (gradient is not None or self._objective is not None)
         ]
-        return saved, [root for root, _ in roots], [gradient for _, gradient in roots]
+        return saved, [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
     def _replayed(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Slot | None:
-        """The slot in which the forward has been replayed; None if the layers have to run."""
+        """Replay the forward, and return its slot; None if the layers have to run."""
         if self.graphs is None:
             return None
         kind = GraphKind.SPLIT if micro_batch in self._split else GraphKind.WHOLE
@@ -259,9 +262,10 @@ class Stage:
         )
 
     def _run_loss(self, micro_batch: int, slot: Slot, keep: Retain, *, observe: bool) -> Tensors:
-        """After the layers have been replayed: the loss, and what is kept. Returns copies of the slot's outputs, which
-        the next replay overwrites."""
-        graph, leaves = keep is Retain.GRAPH, slot.outputs
+        """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the slot's
+        outputs, which the next replay overwrites."""
+        graph = keep is Retain.GRAPH
+        leaves = slot.outputs
         if graph:
             self.counter.adopt(micro_batch, slot.saved, slot.inputs)
             if self._objective is not None:
@@ -269,9 +273,9 @@ class Stage:
                 leaves = tuple(output.detach().requires_grad_(needs) for output, needs in pairs)
         with torch.set_grad_enabled(graph), self._autocast(), self.counter.also(micro_batch):
             outputs = _copies(leaves)
-            closed = self._close(micro_batch, outputs, observe=observe)
+            results = self._close(micro_batch, outputs, observe=observe)
         if graph:
-            roots = _roots(closed) if self._objective is not None else (None,) * len(outputs)
+            roots = _roots(results) if self._objective is not None else (None,) * len(outputs)
             self._saved[micro_batch] = _InFlight(slot.inputs, roots, slot, leaves)
         return outputs
 
@@ -279,33 +283,34 @@ class Stage:
         self, micro_batch: int, slot: Slot, gradients: Sequence[torch.Tensor | None]
     ) -> OptionalTensors:
         assert self.graphs is not None
-        found = self.graphs.backward(slot, gradients)
+        input_gradients = self.graphs.backward(slot, gradients)
         if slot.kept is not None:
             self.counter.adopt_weights(micro_batch, *slot.kept)
             self._deferred[micro_batch] = slot
         else:
             self.counter.drop(micro_batch)
-        return found
+        return input_gradients
 
     def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
         """Compile all layers for micro-batches of `samples`: each runs forward and backward once, on zeros.
 
         `inputs` describes what the first layer gets. Raises RefusedError, which names the layer that does not compile.
         """
-        zeros = [torch.zeros(one.shape(samples, lengths), dtype=one.dtype, device=self.device) for one in inputs]
+        zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]
         given = tuple(
             in_layout(tensor, self._memory_format).requires_grad_(described.has_gradient)
             for tensor, described in zip(zeros, inputs, strict=True)
         )
-        given, kept = self._apart(given)
+        given, skips = self._apart(given)
         in_tuple = self._in_tuple[True]
         for name, layer in self._layers:
             with torch.enable_grad(), self._autocast():
-                outputs, in_tuple = self._call(name, layer, given, in_tuple, kept)
-            made = [tensor for tensor in outputs if tensor.grad_fn is not None]
+                outputs, in_tuple = self._call(name, layer, given, in_tuple, skips)
+            roots = [tensor for tensor in outputs if tensor.grad_fn is not None]
             with naming_layer(name):
-                torch.autograd.backward(made, [torch.zeros_like(tensor) for tensor in made])
-            given, kept = without_graph(outputs), {skip: without_graph(of) for skip, of in kept.items()}
+                torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+            given = without_graph(outputs)
+            skips = {skip: without_graph(tensors) for skip, tensors in skips.items()}
         self.module.zero_grad(set_to_none=True)
 
     def finish_step(self, of_replicas: OfReplicas = alone) -> None:
@@ -337,15 +342,15 @@ class Stage:
         return layer_seed(self._run_seed, self._step, number, self._first_layer + place)
 
     def _seed(self, micro_batch: int) -> Callable[[int], None]:
-        """Called before each layer, with its place in this stage."""
+        """A function that seeds the generator, to be called before each layer with its place in this stage."""
         if not self.module.training:
             return lambda place: None
         return lambda place: seed_generator(self.device, self._seed_of(micro_batch, place))
 
     def _compute(self, inputs: Tensors, graph: bool, begin: Callable[[int], None]) -> tuple[Tensors, Tensors]:
-        """Run all layers; returns the inputs, as leaves if there is a graph of autograd, and the outputs. `begin` is
-        called before each layer with its place. Without `graph`, compiled layers record one all the same: compiled code
-        is then the same as in a recomputation; it is dropped layer by layer."""
+        """Run all layers; returns the inputs, as leaves if autograd records a graph, and the outputs. `begin` is
+        called before each layer with its place. Without `graph`, compiled layers record a graph all the same, so that
+        the compiled code is the same as in a recomputation; the graph is dropped layer by layer."""
         drop = self.compiled and self.module.training and not graph
         with torch.set_grad_enabled(graph or drop), self._autocast():
             leaves = self._leaves(inputs) if graph or drop else inputs
@@ -353,44 +358,45 @@ class Stage:
 
     def _run(self, inputs: Tensors, begin: Callable[[int], None], *, drop: bool) -> Tensors:
         in_tuple = self._in_tuple[self.module.training]
-        inputs, kept = self._apart(inputs)
+        inputs, skips = self._apart(inputs)
         for place, (name, layer) in enumerate(self._layers):
             self.layer_name = name
             begin(place)
             try:
-                inputs, in_tuple = self._call(name, layer, inputs, in_tuple, kept)
+                inputs, in_tuple = self._call(name, layer, inputs, in_tuple, skips)
                 if drop:
-                    inputs, kept = without_graph(inputs), {skip: without_graph(of) for skip, of in kept.items()}
+                    inputs = without_graph(inputs)
+                    skips = {skip: without_graph(tensors) for skip, tensors in skips.items()}
             except Exception:
                 self.layer_shapes = shapes_of(inputs)
                 raise
         self.layer_name = ""
-        return (*inputs, *chain.from_iterable(kept.values()))
+        return (*inputs, *chain.from_iterable(skips.values()))
 
     def _apart(self, inputs: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
         """The inputs of the first layer, and the skips that later layers take up, by name."""
         names = self._skips[self.module.training]
         split = len(inputs) - len(names)
-        kept: dict[str, Tensors] = {}
+        skips: dict[str, Tensors] = {}
         for name, tensor in zip(names, inputs[split:], strict=True):
-            kept[name] = (*kept.get(name, ()), tensor)
-        return inputs[:split], kept
+            skips[name] = (*skips.get(name, ()), tensor)
+        return inputs[:split], skips
 
     def _call(
-        self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, kept: dict[str, Tensors]
+        self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, skips: dict[str, Tensors]
     ) -> tuple[Tensors, bool]:
         """Run a layer: its outputs, in the same form whether or not a cut follows, and whether it returned a tuple. A
-        `Stash` adds to the skips that are `kept`, a `Pop` takes one of them."""
+        `Stash` adds its input to `skips`, a `Pop` takes its skip from them."""
         if isinstance(layer, Pop):
-            inputs, in_tuple = (*inputs, *kept.pop(layer.name)), True
+            inputs, in_tuple = (*inputs, *skips.pop(layer.name)), True
         # evaluation keeps nothing, so a layer may change its input
         returned = call(name, layer, inputs, in_tuple) if self.module.training else layer(as_value(inputs, in_tuple))
         if stashed := isinstance(layer, Stash):
-            kept[layer.name] = self._handed(inputs, anew=True)
+            skips[layer.name] = self._handed(inputs, anew=True)
         return self._handed(as_tuple(returned), anew=stashed), not isinstance(returned, torch.Tensor)
 
     def _handed(self, tensors: Tensors, *, anew: bool = False) -> Tensors:
-        """The tensors in the form that they have between layers; `anew`: each as a view of its own."""
+        """The tensors in the form that they have between layers; `anew`: each as a new view."""
         handed: list[torch.Tensor] = []
         for tensor in tensors:
             tensor = in_layout(tensor, self._memory_format)
@@ -402,7 +408,7 @@ class Stage:
         return tuple(handed)
 
     def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
-        """On the last stage the loss takes the place of the outputs."""
+        """The outputs; on the last stage the loss instead."""
         if self._objective is None:
             return outputs
         loss = self._objective.loss(micro_batch, outputs)

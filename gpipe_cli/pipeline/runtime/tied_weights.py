@@ -21,12 +21,12 @@ from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
-Group = tuple[int, ...]  # numbers of the processes of one pipeline that have a tied weight, ascending
+Group = tuple[int, ...]  # numbers of the processes of a pipeline that have a tied weight, ascending
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several layers use: for each of these layers, in order, the global names that it has there."""
+    """A parameter that several layers use: for each of these layers, in order, its global names in the layer."""
 
     uses: tuple[tuple[str, ...], ...]
 
@@ -41,18 +41,18 @@ class Tie:
 
 
 def find_ties(model: nn.Sequential) -> tuple[Tie, ...]:
-    """The parameters of `model` that modules of several layers have. (A module that several layers have is one use.)"""
-    uses: dict[int, dict[str, list[str]]] = {}  # id of a parameter -> layer -> its names there
-    for path, module in model.named_modules():  # skips a module that it has met
+    """The parameters of `model` that modules of several layers have. A module in several layers is a single use."""
+    uses: dict[int, dict[str, list[str]]] = {}  # id of a parameter -> layer -> its names in the layer
+    for path, module in model.named_modules():  # yields a module of several layers only once
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                of_layer = uses.setdefault(id(parameter), {})
-                of_layer.setdefault(path.partition(".")[0], []).append(f"{path}.{name}")
-    return tuple(Tie(tuple(map(tuple, of.values()))) for of in uses.values() if len(of) > 1)
+                names_by_layer = uses.setdefault(id(parameter), {})
+                names_by_layer.setdefault(path.partition(".")[0], []).append(f"{path}.{name}")
+    return tuple(Tie(tuple(map(tuple, by_layer.values()))) for by_layer in uses.values() if len(by_layer) > 1)
 
 
 def stages_of(ties: Sequence[Tie], layer_names: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """For each tied weight, the stage of each of its uses; `layer_names` has those of each stage."""
+    """For each tied weight, the stage of each of its uses; `layer_names`: per stage, the names of its layers."""
     stage_of = {name: k for k, names in enumerate(layer_names) for name in names}
     return tuple(tuple(stage_of[layer] for layer in tie.layers) for tie in ties)
 
@@ -63,10 +63,10 @@ def other_names(ties: Sequence[Tie]) -> dict[str, str]:
 
 
 def set_parameter(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:
-    """Make `parameter` the one of these global names."""
+    """Make `parameter` the parameter of `model` under each of these global names."""
     for name in names:
-        path, _, own = name.rpartition(".")
-        model.get_submodule(path)._parameters[own] = parameter
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._parameters[attribute] = parameter
 
 
 def here(tie: Tie, module: nn.Sequential) -> list[tuple[str, ...]]:
@@ -75,35 +75,35 @@ def here(tie: Tie, module: nn.Sequential) -> list[tuple[str, ...]]:
 
 
 def share_memory(module: nn.Sequential, ties: Sequence[Tie]) -> None:
-    """Let each tied weight be in memory once: all its uses in `module`, a stage on its device, get parameters of their
-    own there, with gradients of their own. Their values must be equal."""
+    """Let each tied weight be in memory once: in `module`, a stage on its device, every use has its own parameter, with
+    its own gradient, in the memory of the first use. The values of all uses must be equal."""
     for tie in ties:
         first, *others = here(tie, module) or [()]
         for names in others:
-            one = module.get_parameter(first[0])
-            set_parameter(module, names, nn.Parameter(one.detach(), one.requires_grad))
+            weight = module.get_parameter(first[0])
+            set_parameter(module, names, nn.Parameter(weight.detach(), weight.requires_grad))
 
 
 def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, nn.Parameter]:
     """The parameters of a stage, in global order, by the names under which they are trained and saved: a tied weight
     once, also if its first use is in another stage."""
     renamed = other_names(ties)
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        found.setdefault(renamed.get(name, name), parameter)
-    return found
+        parameters.setdefault(renamed.get(name, name), parameter)
+    return parameters
 
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a tied weight, in a stage of process number `process`."""
+    """A use of a tied weight, in a stage of process number `process`."""
 
     process: int
     parameter: nn.Parameter | None  # None: the stage is in another process
-    device: torch.device  # of the stage; of this process, if the stage is in another one
+    device: torch.device  # the stage's; if the stage is in another process, a device of this process
 
     def gradient(self, like: nn.Parameter) -> torch.Tensor:
-        """Its gradient here; memory for that of another process, which is as large as `like`."""
+        """The gradient of a use in this process; for a use in another process, a receive buffer as large as `like`."""
         if self.parameter is None:
             return torch.empty_like(like)
         return torch.zeros_like(like) if self.parameter.grad is None else self.parameter.grad
@@ -127,20 +127,20 @@ class TiedWeights:
 
     @cached_property
     def _trained(self) -> list[list[_Use]]:
-        """The uses of each tied weight that is trained here."""
-        found = []
+        """The uses of each tied weight that this process trains."""
+        trained = []
         for tie, stages in zip(self.ties, self.stage_of_use, strict=True):
-            here = [self.stages[k].device for k in stages if k in self.stages]
+            devices = [self.stages[k].device for k in stages if k in self.stages]
             uses = [
                 _Use(self.process_of_stage[k], stage.module.get_parameter(names[0]), stage.device)
                 if (stage := self.stages.get(k)) is not None
-                else _Use(self.process_of_stage[k], None, here[0])
+                else _Use(self.process_of_stage[k], None, devices[0])
                 for k, names in zip(stages, tie.uses, strict=True)
-                if here
+                if devices
             ]
             if any(use.parameter is not None and use.parameter.requires_grad for use in uses):
-                found.append(uses)
-        return found
+                trained.append(uses)
+        return trained
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -149,12 +149,12 @@ class TiedWeights:
 
     @property
     def waiting(self) -> set[int]:
-        """The stages of this process that have a tied weight which another stage has, too."""
+        """The stages of this process with a tied weight that another stage has, too."""
         return {k for stages in self.stage_of_use if len({*stages}) > 1 for k in stages if k in self.stages}
 
     def connect(self, device: torch.device, seconds: float) -> None:
         """Send one message over each group, in the same order in all processes, as in `P2PTransport`. Raises
-        PeerLostError if that takes longer than `seconds`."""
+        PeerLostError if connecting takes longer than `seconds`."""
         for members, group in sorted(self.groups.items()):
             for sender in members:
                 token = torch.zeros(1, device=device)
@@ -166,20 +166,20 @@ class TiedWeights:
     @torch.no_grad()
     def add_up(self) -> None:
         """After the last action of a step, and after sums over replicas: add the gradients of all uses. In every stage
-        the first use gets the total, other uses have no gradient then. A use without one counts as zeros."""
+        the first use gets the total, and other uses then have no gradient. Uses without a gradient count as zeros."""
         gradients = []
-        works: list[tuple[Sequence[dist.Work], torch.device]] = []
+        exchanges: list[tuple[Sequence[dist.Work], torch.device]] = []
         with self._waiting():
             for uses in self._trained:
                 like = next(use.parameter for use in uses if use.parameter is not None)
-                of = [use.gradient(like) for use in uses]
+                use_gradients = [use.gradient(like) for use in uses]
                 members = tuple(sorted({use.process for use in uses}))
                 if len(members) > 1:
-                    sent = [(use.process, _flat(gradient)) for use, gradient in zip(uses, of, strict=True)]
-                    works.append((self._exchange(self.groups[members], members, sent), uses[0].device))
-                gradients.append(of)
-            for begun, device in works:
-                self._wait(begun, device)
+                    tensors = [(use.process, _flat(grad)) for use, grad in zip(uses, use_gradients, strict=True)]
+                    exchanges.append((self._exchange(self.groups[members], members, tensors), uses[0].device))
+                gradients.append(use_gradients)
+            for works, device in exchanges:
+                self._wait(works, device)
         for uses, (total, *others) in zip(self._trained, gradients, strict=True):
             home = uses[0].device
             for use, gradient in zip(uses[1:], others, strict=True):
@@ -191,8 +191,8 @@ class TiedWeights:
                 memory = storage_of(use.parameter)
                 use.parameter.grad = None
                 if memory not in taken:
-                    copy = bool(taken) or use.device != home
-                    use.parameter.grad = total.to(use.device, copy=True, non_blocking=True) if copy else total
+                    needs_copy = bool(taken) or use.device != home
+                    use.parameter.grad = total.to(use.device, copy=True, non_blocking=True) if needs_copy else total
                 taken.add(memory)
 
     def _wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
@@ -201,8 +201,8 @@ class TiedWeights:
     def _exchange(
         self, group: dist.ProcessGroup, members: Group, tensors: Sequence[tuple[int, torch.Tensor]]
     ) -> list[dist.Work]:
-        """Begin to send the tensors of this process to all `members`, and to receive theirs; each is given with the
-        process that has it. All members give the same list."""
+        """Begin to send the tensors of this process to all `members`, and to receive theirs; each tensor is given with
+        the number of the process that has it. All members list the tensors in the same order."""
         rank_of = dict(zip(members, dist.get_process_group_ranks(group), strict=True))
         receives = [
             dist.P2POp(dist.irecv, tensor, rank_of[owner], group) for owner, tensor in tensors if owner != self.process
@@ -220,5 +220,5 @@ class TiedWeights:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as one row of numbers, in the order in which they lie in memory."""
+    """A dense tensor as a vector of its elements, in the order in which they lie in memory."""
     return gradient.as_strided((gradient.numel(),), (1,))

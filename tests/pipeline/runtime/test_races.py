@@ -322,8 +322,8 @@ def sums_early(self: Replicas) -> None:
 def drops_what_it_receives(self: Replicas) -> None:
     BEGIN(self)
     for bucket in self._buckets:
-        if bucket.own is not None:
-            bucket.received = torch.empty_like(bucket.own)
+        if bucket.buffer is not None:
+            bucket.received = torch.empty_like(bucket.buffer)
 
 
 def arrives_at_once(self: Snapshot, tensors: Any) -> Any:
