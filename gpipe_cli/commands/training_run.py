@@ -12,7 +12,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare, refuse_unfit
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
-from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, going_on, load, to_yaml
+from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, going_on, load
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
@@ -127,7 +127,7 @@ def _train(
         if not config.dry_run:
             refuse_data(config, auto, None if source is None else source.parent.parent)
     prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
-    training, spec, text = prepared.config, prepared.spec, to_yaml(prepared.config)
+    training, spec = prepared.config, prepared.spec
     if training.dry_run:
         if leads():
             show_dry_run(prepared, folder, start)
@@ -140,8 +140,7 @@ def _train(
     if again and not leads() and config.run_folder is not None and (config.resume, decision.resume).count(None) == 1:
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
         raise RefusedError("run_folder", config.run_folder, why)
-    training = replace(training, resume=decision.resume)
-    task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
+    task = partial(train, training, spec, decision, only_steps=not is_run)
     show = run_report(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
     goes_on = is_run and len(restarts) < config.max_restarts
     try:
