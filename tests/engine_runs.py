@@ -251,7 +251,7 @@ def build_stages(
     stages = {}
     for k in here:
         module = materialize(model, starts[k], balance[k], run_seed=7, ties=ties)
-        module.to(device, memory_format=memory_format)
+        module.to(device).to(memory_format=memory_format)
         freeze(module, frozen)
         share_memory(module, ties)
         stages[k] = Stage(

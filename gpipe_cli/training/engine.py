@@ -148,6 +148,6 @@ def build_layers(
     first, layers = spec.first_layers[index], len(spec.layer_names[index])
     module = materialize(model, first, layers, run_seed=config.seed, whole=whole, ties=spec.ties)
     freeze(module, spec.frozen)
-    module.to(torch.device(spec.layout.devices[index]), memory_format=MEMORY_FORMATS[spec.memory_format])
+    module.to(torch.device(spec.layout.devices[index])).to(memory_format=MEMORY_FORMATS[spec.memory_format])
     share_memory(module, spec.ties)  # last, as a move separates parameters that share memory
     return module
