@@ -250,8 +250,8 @@ def build_stages(
     starts, ties = [0, *accumulate(balance)], find_ties(model)
     stages = {}
     for k in here:
-        module = materialize(model, starts[k], balance[k], run_seed=7, device=device, ties=ties)
-        module.to(memory_format=memory_format)
+        module = materialize(model, starts[k], balance[k], run_seed=7, ties=ties)
+        module.to(device).to(memory_format=memory_format)
         freeze(module, frozen)
         share_memory(module, ties)
         stages[k] = Stage(

@@ -20,6 +20,7 @@ from gpipe_cli.commands.composing import TRAINING_KEYS, Trees
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
+from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
@@ -83,14 +84,8 @@ def train_here(
     messages: list[object] = []
     spec = spec_of(config)
     assert not spec.layout.distributed, "executor=in_process is needed here"
-    train(
-        config,
-        to_yaml(config),
-        spec,
-        folder,
-        WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, on_action),
-        source=find_source(config),
-    )
+    process = WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, on_action)
+    train(config, spec, Decision(folder, config.resume, find_source(config)), process)
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return messages
 

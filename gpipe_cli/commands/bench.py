@@ -7,6 +7,7 @@ from rich.console import Console
 
 from gpipe_cli.commands.composing import own, training
 from gpipe_cli.commands.run_request import RunRequest
+from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.config.typed import RefusedError
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     request = _requested(tree, line.overrides)
     if line.overrides.get("rounds", 1) != 1:  # typed; a recipe's own rounds apply when it is swept
         raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to take turns with; add -m")
-    return request.perform("bench", *arguments)
+    return perform(request, "bench", *arguments)
 
 
 def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:

@@ -9,7 +9,7 @@ from gpipe_cli.schedule.dependencies import grid
 from gpipe_cli.schedule.held import Held, live
 from gpipe_cli.schedule.named_schedules import ORDERS, build
 from gpipe_cli.schedule.schedule import RECOMPUTE, Kind, Schedule
-from gpipe_cli.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
+from gpipe_cli.schedule.simulator import FREE, StageCost, ideal_bubble, simulate
 from gpipe_cli.schedule.timeline import Timeline
 from gpipe_cli.units import percent, plural
 
@@ -64,7 +64,7 @@ def _auto(width: int) -> Iterator[str]:
     from gpipe_cli.schedule.search import Problem, find  # numpy comes with it
 
     problem = Problem(
-        [COST] * STAGES, [EdgeCost(0, 0)] * (STAGES - 1), (), range(STAGES), MICRO_BATCHES, [Held(1, 0)] * STAGES,
+        [COST] * STAGES, FREE, (), range(STAGES), MICRO_BATCHES, [Held(1, 0)] * STAGES,
         room=None, recompute="never", split=True,
     )  # fmt: skip
     best, tried = find(problem)

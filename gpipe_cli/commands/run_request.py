@@ -1,21 +1,10 @@
-"""Requests for a training or a measurement, and how they are performed."""
+"""Requests for a training or a measurement."""
 
-import shlex
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
-from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.groups import model_name
-from gpipe_cli.config.settings import GO_ON, OF_INVOCATION, BenchSettings, TrainConfig, find_run, going_on, load
-from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun
-from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.lines import log, logging_to
+from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load
 from gpipe_cli.reporting.sinks.sink import refuse_missing
-from gpipe_cli.reporting.tables.table import SYMBOLS
-from gpipe_cli.results.run import Start, to_the_second
-from gpipe_cli.system.interrupts import import_apart
 
 
 @dataclass(frozen=True)
@@ -38,47 +27,3 @@ class RunRequest:
         InputError if they cannot be read."""
         changed = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
         return replace(self, config=replace(load(folder), **changed), auto=()).into(folder)
-
-    def perform(self, *typed: str, guided: bool = False) -> int:
-        """Train or measure; `typed`: the command line without `gpipe`; `guided`: the summary proposes commands to type
-        next. Returns the exit code; raises InputError for what the user can fix."""
-        started = datetime.now().astimezone()
-        start = Start(to_the_second(started), shlex.join(["gpipe", *typed]))
-        config = self.config
-        again = config.resume == GO_ON
-        if config.init_from is not None and config.resume is None:
-            find_run("init_from", config.init_from, config.output)
-        if may_restart() and leads() and (earlier := _earlier_folder(config)) is not None:
-            config = replace(config, run_folder=str(earlier))
-            again = True
-        if again:
-            assert config.run_folder is not None
-            config = going_on(config, Path(config.run_folder))
-        what = "" if self.bench is None else "bench"
-        with (
-            preparing(_named(config, self.auto)),
-            run_folder(config, started, self.auto, what, again=again) as folder,
-            logging_to(folder if leads() else None),
-        ):
-            log(f"$ {start.command}")
-            if not config.dry_run:
-                fork_server.start(config)  # the server imports torch in parallel with this process
-            import_apart("gpipe_cli.commands.training_run")  # torch comes with it
-            from gpipe_cli.commands.training_run import launch
-
-            return launch(config, self.auto, self.bench, folder, start, again=again, guided=guided and not torchrun())
-
-
-def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
-    """`AmoebaNet-D (6, 16) on digits, K = 2, M = 4`."""
-    cut = (f"{symbol} = {'auto' if key in auto else getattr(config, key)}" for key, symbol in SYMBOLS.items())
-    return ", ".join([f"{model_name(config.model)} on {config.dataset.name}", *cut])
-
-
-def _earlier_folder(config: TrainConfig) -> Path | None:
-    """The folder of an earlier start of this run by torchrun; None for the first start."""
-    fork_server.start(config)
-    import_apart("gpipe_cli.distributed.rendezvous")  # torch comes with it
-    from gpipe_cli.distributed.rendezvous import earlier_folder
-
-    return earlier_folder()

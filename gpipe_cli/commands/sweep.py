@@ -21,6 +21,7 @@ from gpipe_cli.commands.command_line import CommandLine, read, values_of
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
+from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
 from gpipe_cli.config.settings import ONE_DEVICE, has_checkpoint, key_of, one_device
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
@@ -182,7 +183,7 @@ class Sweep:
                 outcome.import_torch()
                 request_in = request.resuming if goes_on else request.into
                 typed = (self.line.command, *self._typed)
-                ending = outcome.ended(outcome.fork_command(lambda: request_in(folder).perform(*typed)))
+                ending = outcome.ended(outcome.fork_command(lambda: perform(request_in(folder), *typed)))
         except KeyboardInterrupt as asked:
             self._ended = type(asked)
             ending = outcome.Outcome(INTERRUPTED)

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands.composing import take_auto, training, with_given
 from gpipe_cli.commands.run_request import RunRequest
+from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.comments import GROUPS
 from gpipe_cli.config.groups import choice_of
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     tree = sweep.compose(line, show)
     if tree is None:
         return 1 if any(run.failed for run in sweep.runs) else 0
-    return requested(tree, line.overrides).perform("train", *arguments, guided=True)
+    return perform(requested(tree, line.overrides), "train", *arguments, guided=True)
 
 
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:

@@ -1,6 +1,5 @@
 """The parent's side of a training or an evaluation: prepare, start the workers, watch them, report."""
 
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,8 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare, refuse_unfit
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
-from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, going_on, load, to_yaml
+from gpipe_cli.commands.run_request import RunRequest
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, load
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
@@ -40,39 +40,35 @@ from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
 
-def launch(
-    config: TrainConfig, auto: Collection[str], bench: BenchSettings | None, folder: Path, start: Start, *, again: bool,
-    guided: bool = False,
-) -> int:  # fmt: skip
+def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guided: bool = False) -> int:
     """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
     130 interrupted).
 
-    The settings in `auto` are chosen first; with `bench` the training is only measured; result.json records `start`;
-    `again`: `folder` may hold an earlier start of this run, to be resumed or complete already; `guided`: as in
-    `RunRequest.perform`. Raises InputError for what the user can fix before anything has run.
+    result.json records `start`; `again`: `folder` may hold an earlier start of this run, to be resumed or complete
+    already; `guided`: as in `run_start.perform`. Raises InputError for what the user can fix before anything has run.
     """
+    config = request.config
     if config.max_restarts and torchrun() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
         raise RefusedError("max_restarts", config.max_restarts, why)
-    current = config  # after a restart, with the GPUs that are left
     restarts = tuple[Restart, ...]()
     while True:
         may_be_complete = (again or restarts) and leads() and not config.dry_run
-        if may_be_complete and (progress := progress_if_complete(current, folder)) is not None:
-            find_source(current)  # refuses settings with which the run could not go on
+        if may_be_complete and (progress := progress_if_complete(request.config, folder)) is not None:
+            find_source(request.config)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
             complete_result(folder, config.task, progress)
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
             show_text(Console(), f"{folder}: {done}")
             return 0
         try:
-            return _train(current, auto, bench, folder, start, again, guided, restarts)
+            return _train(request, folder, start, again, guided, restarts)
         except _LostError as error:
             lost = error
         fork_server.kill()  # whatever state it is in
         assert lost.config is not None
-        auto = ()
         current, change = _with_gpus_left(going_on(lost.config, folder))
+        request = replace(request, config=current, auto=())
         step = step_of(checkpoints_in(folder)[-1]) if current.resume == str(folder) else 0
         restarts = (*restarts, Restart(lost.why, step, current.partitions))
         how = f"goes on after step {step:,}" if step else "begins again"
@@ -109,17 +105,11 @@ class _LostError(Exception):
 
 
 def _train(
-    config: TrainConfig,
-    auto: Collection[str],
-    bench: BenchSettings | None,
-    folder: Path,
-    start: Start,
-    again: bool,
-    guided: bool,
-    restarts: tuple[Restart, ...],
+    request: RunRequest, folder: Path, start: Start, again: bool, guided: bool, restarts: tuple[Restart, ...]
 ) -> int:
     """Run a single start of a training, from `prepare` to its end."""
-    is_run = bench is None
+    config, auto = request.config, request.auto
+    is_run = request.bench is None
     source = None
     if leads():
         refuse_unfit(config, auto, torchrun())
@@ -127,7 +117,7 @@ def _train(
         if not config.dry_run:
             refuse_data(config, auto, None if source is None else source.parent.parent)
     prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
-    training, spec, text = prepared.config, prepared.spec, to_yaml(prepared.config)
+    training, spec = prepared.config, prepared.spec
     if training.dry_run:
         if leads():
             show_dry_run(prepared, folder, start)
@@ -140,9 +130,8 @@ def _train(
     if again and not leads() and config.run_folder is not None and (config.resume, decision.resume).count(None) == 1:
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
         raise RefusedError("run_folder", config.run_folder, why)
-    training = replace(training, resume=decision.resume)
-    task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
-    show = run_report(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
+    task = partial(train, training, spec, decision, only_steps=not is_run)
+    show = run_report(prepared, folder, start, request.bench, restarts, guided=guided) if leads() else NoReport()
     goes_on = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(

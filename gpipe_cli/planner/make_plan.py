@@ -1,6 +1,6 @@
 """Makes plans: cuts the model, orders the actions of a step, and simulates it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,12 +16,11 @@ from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE
-from gpipe_cli.schedule.partitioner import SkipSends
 from gpipe_cli.schedule.placement import stages_of_devices
 from gpipe_cli.schedule.recomputation import DoesNotFitError
 from gpipe_cli.schedule.schedule import Kind, Recompute, Schedule
 from gpipe_cli.schedule.search import Problem, find
-from gpipe_cli.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
 
 SHORTEST = "the shortest predicted step that fits"
 _SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
@@ -140,7 +139,7 @@ def _fastest_order(cut: Cut) -> Plan | None:
 def _problem(cut: Cut) -> Problem:
     """What an order is made for."""
     config, layout = cut.config, cut.layout
-    stages, edges = _stages_and_edges(cut)
+    stages = _stages(cut)
     room, stage_room = None, list[int]()
     if layout.limit_bytes is not None:
         room = cut.memory_model.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
@@ -149,9 +148,8 @@ def _problem(cut: Cut) -> Problem:
     split = config.splits_backward and any(stage.weights_seconds for stage in stages)
     # all M: a mini-batch of text may have more micro-batches than the planned one of the longest sentences
     return Problem(
-        stages, edges, cut.costs.slowdown, cut.device_of_stage, config.micro_batches,
-        cut.memory_model.largest(cut.bounds), room, config.recompute, split, _ties(cut), _skips(cut),
-        stage_room,
+        stages, _edges(cut), cut.costs.slowdown, cut.device_of_stage, config.micro_batches,
+        cut.memory_model.largest(cut.bounds), room, config.recompute, split, _ties(cut), stage_room,
     )  # fmt: skip
 
 
@@ -159,9 +157,9 @@ def _simulated(cut: Cut, recompute: Recompute) -> Plan:
     """The plan of a step with these actions. Raises TooLargeError if a device exceeds the limit."""
     device_of_stage = cut.device_of_stage
     held, device_bytes = _held(cut, recompute)
-    stages, edges = _stages_and_edges(cut)
+    stages = _stages(cut)
     schedule = checked_schedule(cut.order, cut.micro_batches, recompute)
-    timeline = simulate(schedule, stages, edges, cut.costs.slowdown, device_of_stage, _ties(cut), _skips(cut))
+    timeline = simulate(schedule, stages, _edges(cut), cut.costs.slowdown, device_of_stage, _ties(cut))
     set_up_seconds = cut.costs.set_up / len(set(device_of_stage))
     step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
     return Plan(
@@ -178,10 +176,10 @@ def _simulated(cut: Cut, recompute: Recompute) -> Plan:
     )
 
 
-def _stages_and_edges(cut: Cut) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
-    """The cost of each stage and of each edge between two stages."""
+def _stages(cut: Cut) -> tuple[StageCost, ...]:
+    """The cost of each stage."""
     costs = cut.costs
-    stages = tuple(
+    return tuple(
         StageCost(
             sum(seconds.forward for seconds in costs.layers[first:end]),
             sum(seconds.graph for seconds in costs.layers[first:end]),
@@ -193,32 +191,18 @@ def _stages_and_edges(cut: Cut) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
         )
         for first, end in cut.bounds
     )
-    edges = [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
-    for sender, receiver, skip in _crossing(cut):
-        if receiver == sender + 1:  # in one message with what the next layer gets
-            edges[sender] = _sum(edges[sender], skip)
-    return stages, edges
 
 
-def _crossing(cut: Cut) -> Iterator[tuple[int, int, SkipSends]]:
-    """The skips that go from one stage to another, with both."""
+def _edges(cut: Cut) -> dict[tuple[int, int], EdgeCost]:
+    """The cost of each edge from a stage to the next, and of the skips from a stage past others."""
     stage_of = [k for k, size in enumerate(cut.balance) for _ in range(size)]
+    edges = {(k, k + 1): cut.costs.edges[end - 1] for k, (_, end) in enumerate(cut.bounds[:-1])}
     for skip in cut.costs.skips:
-        if stage_of[skip.stash] < stage_of[skip.pop]:
-            yield stage_of[skip.stash], stage_of[skip.pop], skip
-
-
-def _skips(cut: Cut) -> tuple[SkipCost, ...]:
-    """The skips between stages that are no neighbours."""
-    edges: dict[tuple[int, int], EdgeCost] = {}
-    for sender, receiver, skip in _crossing(cut):
-        if receiver > sender + 1:
-            edges[sender, receiver] = _sum(edges.get((sender, receiver), EdgeCost(0.0, 0.0)), skip)
-    return tuple(SkipCost(*ends, edge) for ends, edge in sorted(edges.items()))
-
-
-def _sum(edge: EdgeCost, skip: SkipSends) -> EdgeCost:
-    return EdgeCost(edge.forward_seconds + skip.forward, edge.backward_seconds + skip.backward)
+        ends = stage_of[skip.stash], stage_of[skip.pop]
+        if ends[0] < ends[1]:  # a skip to the next stage is in one message with what the next layer gets
+            edge = edges.get(ends, EdgeCost(0.0, 0.0))
+            edges[ends] = EdgeCost(edge.forward_seconds + skip.forward, edge.backward_seconds + skip.backward)
+    return edges
 
 
 def _ties(cut: Cut) -> tuple[TieCost, ...]:

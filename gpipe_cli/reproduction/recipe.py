@@ -8,7 +8,7 @@ experiment has a module of its own in this folder.
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,7 @@ from gpipe_cli.config.typed import RefusedError, show, typed
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.experiment import Experiment
-from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, Scale, last_wins, with_users
-from gpipe_cli.reproduction.simulated import Simulate
+from gpipe_cli.reproduction.runner import FOLDER, Gpu, Runner, Scale, last_wins
 from gpipe_cli.results.files import flattened
 from gpipe_cli.system.machine import cpu_model, usable_cores
 from gpipe_cli.units import plural, size
@@ -110,33 +109,20 @@ class Recipe:
                 belongs = f"{self.name} does not take this setting of gpipe {owner(setting)}"
                 raise InputError(f"{setting}: {belongs}; leave it out")
 
-    def reproduce(
-        self,
-        scale: Scale,
-        why: str,
-        gpus: Sequence[Gpu],
-        given: Sequence[str],
-        folder: Path,
-        perform: Perform,
-        simulate: Simulate,
-        progress: Callable[[str], None],
-    ) -> Reproduction:
-        """Run the recipe's commands, which write into ``folder``; the user's settings ``given`` win.
+    def reproduce(self, runner: Runner, why: str) -> Reproduction:
+        """Run the recipe's commands by ``runner``; ``why``: the reason for its scale.
 
         Raises InputError for bad input, as the commands do, and CommandFailedError if a command fails.
         """
         begin = time.monotonic()
-        desk = self.settings(scale)
-        settings = with_users(desk, given)
-        users = last_wins(given)
-        runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, users, gpus, Path(self.folder))
+        scale, given = runner.scale, runner.users
         try:
             findings = self.experiment.reproduce(runner)
         except RefusedError as error:
             if not runner.commands:  # the recipe itself has refused the setting
                 raise
             command = [key_of(word) for word in shlex.split(runner.commands[-1]) if "=" in word]
-            line = explained(error, given, desk, (*command, *self.keys))
+            line = explained(error, given, self.settings(scale), (*command, *self.keys))
             if scale == "paper" and self.needs.how is not None and error.key.startswith("dataset"):
                 line += f"; {self.needs.how}; scale=desk runs without it"
             raise InputError(line) from error
@@ -159,7 +145,7 @@ class Recipe:
             notes.append(("differences", "none where data or sizes are not the paper's"))
         machine = f"{usable_cores()} cores of {cpu_model()}"
         if runner.gpus:
-            machine = f"{plural(len(gpus), 'GPU')} ({gpus[0].name}), {machine}"
+            machine = f"{plural(len(runner.gpus), 'GPU')} ({runner.gpus[0].name}), {machine}"
         return Reproduction(
             name=self.name,
             title=self.title,

@@ -32,7 +32,7 @@ from gpipe_cli.schedule.schedule import (
     whole_backwards,
     with_recomputation,
 )
-from gpipe_cli.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
+from gpipe_cli.schedule.simulator import Edges, LinkQueues, StageCost, TieCost, simulate
 from gpipe_cli.schedule.timeline import Timeline
 
 _AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later candidate is faster by more
@@ -62,7 +62,7 @@ class Problem:
     """What an order is made for. Sequences have an entry per stage unless noted."""
 
     stages: Sequence[StageCost]
-    edges: Sequence[EdgeCost]  # of the K - 1 edges between stages
+    edges: Edges  # as in `simulate`
     slowdown: Sequence[float]  # per number of computing devices, as in `simulate`
     device_of_stage: Sequence[int]  # the device of each stage
     micro_batches: int
@@ -71,7 +71,6 @@ class Problem:
     recompute: Recompute  # a mode, or `auto`: as few recomputations as fit
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
-    skips: Sequence[SkipCost] = ()
     stage_room: Sequence[int] = ()  # bytes of `room` for each stage, if it keeps for itself the most that it has held
 
 
@@ -154,9 +153,8 @@ class _Step:
     def timeline(self) -> Timeline:
         problem = self.problem
         return simulate(
-            self.schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage, problem.ties,
-            problem.skips,
-        )  # fmt: skip
+            self.schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage, problem.ties
+        )
 
     @property
     def seconds(self) -> float:

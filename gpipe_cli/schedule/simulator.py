@@ -13,9 +13,10 @@ that slow each other down as they share the memory and caches of a machine.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from gpipe_cli.schedule.dependencies import linearize, performed
 from gpipe_cli.schedule.schedule import Action, Kind, Retain, Schedule
@@ -48,7 +49,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """Seconds of a micro-batch's transfers over an edge: activations from stage k to k + 1, gradients back."""
+    """Seconds of a micro-batch's transfers from a stage to a later one: activations, and their gradients back."""
 
     forward_seconds: float
     backward_seconds: float
@@ -63,24 +64,16 @@ class TieCost:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class SkipCost:
-    """Seconds of a micro-batch's transfers of skips from stage `sender` to stage `receiver`, and of their gradients
-    back."""
-
-    sender: int
-    receiver: int
-    edge: EdgeCost
+# (sender, receiver) -> cost: of all neighbours, and of skips from a stage past others
+Edges = Mapping[tuple[int, int], EdgeCost]
+FREE: Edges = {}  # transfers take no time
 
 
 class LinkQueues:
     """The links between devices in a simulation: each carries one micro-batch at a time in each direction."""
 
-    def __init__(
-        self, edges: Sequence[EdgeCost], device_of_stage: Sequence[int], skips: Sequence[SkipCost] = ()
-    ) -> None:
+    def __init__(self, edges: Edges, device_of_stage: Sequence[int]) -> None:
         self._edges, self._device_of_stage = edges, device_of_stage
-        self._skips = {(skip.sender, skip.receiver): skip.edge for skip in skips}
         self._free: dict[tuple[int, int], float] = {}  # (sender, receiver) -> when the link is free
 
     def arrival(self, sender: int, receiver: int, sent_seconds: float) -> float:
@@ -88,8 +81,7 @@ class LinkQueues:
         is occupied until then, or the end of a skip. Transfers within a device, or without `edges`, take no time."""
         if not self._edges or self._device_of_stage[sender] == self._device_of_stage[receiver]:
             return sent_seconds
-        first, second = sorted((sender, receiver))
-        cost = self._skips[first, second] if second > first + 1 else self._edges[first]
+        cost = self._edges[min(sender, receiver), max(sender, receiver)]
         seconds = cost.forward_seconds if sender < receiver else cost.backward_seconds
         arrival = max(sent_seconds, self._free.get((sender, receiver), 0.0)) + seconds
         self._free[sender, receiver] = arrival
@@ -105,30 +97,29 @@ def ideal_bubble(devices: int, micro_batches: int) -> float:
 def simulate(
     schedule: Schedule,
     stages: Sequence[StageCost],
-    edges: Sequence[EdgeCost] = (),
+    edges: Edges = FREE,
     slowdown: Sequence[float] = (),
     device_of_stage: Sequence[int] = (),
     ties: Sequence[TieCost] = (),
-    skips: Sequence[SkipCost] = (),
 ) -> Timeline:
     """When each action runs, if it starts as soon as its device is free and its inputs have arrived.
 
     The timeline's events are each stage's waits, exposed transfers and updates; a device that waits for its first
     action has been free since 0.
 
-    `stages` has K costs, for micro-batches of equal size, and `edges` K - 1. Transfers overlap with computation, one at
-    a time over each edge and direction; within a device, and without `edges`, they take no time. ``slowdown[n - 1]`` is
-    the factor by which all computation takes longer while n devices compute; the last value holds for more devices,
-    too. Stages with the same number in `device_of_stage` take turns in the order of :func:`linearize`, even if another
-    stage's next action could start earlier; without it each row has a device of its own. Raises ScheduleError if the
-    schedule deadlocks.
+    `stages` has K costs, for micro-batches of equal size, and `edges` K - 1, besides those of skips. Transfers overlap
+    with computation, one at a time over each edge and direction; within a device, and without `edges`, they take no
+    time. ``slowdown[n - 1]`` is the factor by which all computation takes longer while n devices compute; the last
+    value holds for more devices, too. Stages with the same number in `device_of_stage` take turns in the order of
+    :func:`linearize`, even if another stage's next action could start earlier; without it each row has a device of its
+    own. Raises ScheduleError if the schedule deadlocks.
     """
     assert len(stages) == len(schedule.stages), "a cost per stage"
-    assert not edges or len(edges) == len(stages) - 1, "a cost per edge"
+    assert not edges or edges.keys() >= set(pairwise(range(len(stages)))), "a cost per edge"
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
     assert not device_of_stage or len(device_of_stage) == len(stages), "a device per stage"
     devices = tuple(device_of_stage) or schedule.row_of_stage
-    run = _Run(schedule, stages, edges, slowdown, devices, ties, skips)
+    run = _Run(schedule, stages, edges, slowdown, devices, ties)
     run.perform()
     shared = len(set(devices)) < len(devices)
     return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), devices if shared else ())
@@ -147,11 +138,10 @@ class _Run:
         self,
         schedule: Schedule,
         stages: Sequence[StageCost],
-        edges: Sequence[EdgeCost],
+        edges: Edges,
         slowdown: Sequence[float],
         device_of_stage: Sequence[int],
         ties: Sequence[TieCost],
-        skips: Sequence[SkipCost],
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in stages]
         self.events: list[list[Event]] = [[] for _ in stages]
@@ -180,12 +170,13 @@ class _Run:
         self._arriving: list[tuple[float, int]] = []  # heap: arrival of what a device waits for, device
         self._ended: dict[Action, float] = {}
         self._arrivals: dict[Action, float] = {}
-        self._links = LinkQueues(edges, device_of_stage, skips)
+        self._links = LinkQueues(edges, device_of_stage)
         # stage -> the stages, not neighbours, that send it skips, or gradients of skips
         self._skip_senders = {Kind.F: defaultdict[int, list[int]](list), Kind.B: defaultdict[int, list[int]](list)}
-        for skip in skips:
-            self._skip_senders[Kind.F][skip.receiver].append(skip.sender)
-            self._skip_senders[Kind.B][skip.sender].append(skip.receiver)
+        for sender, receiver in edges:
+            if receiver > sender + 1:
+                self._skip_senders[Kind.F][receiver].append(sender)
+                self._skip_senders[Kind.B][sender].append(receiver)
         self._waiting: dict[Action, int] = {}  # the action waited for -> the device that waits
 
     def perform(self) -> None:

@@ -146,9 +146,8 @@ def build_layers(
     """The layers of stage `index` with their initial weights, as plain PyTorch has them; `model` is the whole model on
     the meta device, `whole` is from `real_model`."""
     first, layers = spec.first_layers[index], len(spec.layer_names[index])
-    device = torch.device(spec.layout.devices[index])
-    module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole, ties=spec.ties)
+    module = materialize(model, first, layers, run_seed=config.seed, whole=whole, ties=spec.ties)
     freeze(module, spec.frozen)
-    module.to(memory_format=MEMORY_FORMATS[spec.memory_format])
+    module.to(torch.device(spec.layout.devices[index])).to(memory_format=MEMORY_FORMATS[spec.memory_format])
     share_memory(module, spec.ties)  # last, as a move separates parameters that share memory
     return module

@@ -17,10 +17,11 @@ import torch
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, choice_of
-from gpipe_cli.config.settings import DecodeConfig, TrainConfig
+from gpipe_cli.config.settings import DecodeConfig, TrainConfig, to_yaml
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
+from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import probing
 from gpipe_cli.pipeline.runtime.module_state import putting_back
@@ -50,16 +51,9 @@ from gpipe_cli.training.translation import WATCHED, score_translations, translat
 
 
 def train(
-    config: TrainConfig,
-    config_yaml: str,
-    spec: PipelineSpec,
-    folder: Path,
-    process: WorkerProcess,
-    *,
-    source: Path | None = None,
-    only_steps: bool = False,
+    config: TrainConfig, spec: PipelineSpec, decision: Decision, process: WorkerProcess, *, only_steps: bool = False
 ) -> None:
-    """Train as a process of the run. `source` is the checkpoint that is resumed, or whose weights `init_from` takes.
+    """Train as a process of the run, into the folder and from the checkpoint that `decision` names for all processes.
 
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
@@ -70,6 +64,9 @@ def train(
     # a process without data gets the lengths of samples from another, which has it (2); weights take memory, and are
     # created once the data is known to be good (3); nothing is written into the run folder before all checks have
     # passed (4).
+
+    config_yaml, folder, source = to_yaml(config), decision.folder, decision.source
+    config = replace(config, resume=decision.resume)
 
     # --- 1. Find the starting point; open the data, start its loaders --------------------------------------------
     begun_bytes = own_bytes()

@@ -34,7 +34,6 @@ from gpipe_cli.training.hugging_face_folder import GENERATION, write_folder
 transformers = pytest.importorskip("transformers")
 
 TOKENS, CLASSES, PIXELS = 300, 7, 16
-CPU = torch.device("cpu")
 WORDS = {"vocab_size": TOKENS, "bos_token_id": 1, "eos_token_id": 2}
 BLOCKS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 BERT = WORDS | BLOCKS | {"max_position_embeddings": 64}
@@ -139,7 +138,7 @@ def on_meta(folder: Path, build: Callable[..., nn.Sequential] = CAUSAL.build, **
 
 def with_values(model: nn.Sequential, first: int = 0) -> nn.Sequential:
     """The layers from number `first` on, each with its own values."""
-    return materialize(model, first, len(model) - first, run_seed=3, device=CPU, ties=find_ties(model))
+    return materialize(model, first, len(model) - first, run_seed=3, ties=find_ties(model))
 
 
 def whole(folder: Path, kind: Kind = CAUSAL, attention: str = "eager") -> Any:

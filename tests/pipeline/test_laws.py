@@ -135,7 +135,7 @@ def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -
     case = Case(model="tied", partitions=partitions, samples=(10,))
     images, targets = data(case, 0)
     balance = micro_batch_sizes(len(model), partitions)
-    plain = materialize(model, 0, len(model), run_seed=7, device=CPU, ties=ties).double()
+    plain = materialize(model, 0, len(model), run_seed=7, ties=ties).double()
     F.cross_entropy(plain(images.double()), targets).backward()
     stages = build_stages(model, costs, balance, here=range(partitions))
     modules = {k: stage.module.double() for k, stage in stages.items()}
@@ -168,7 +168,7 @@ def test_no_cut_matters(frozen: str) -> None:
         case = Case(partitions=len(balance), balance=balance, frozen=FROZEN[frozen], **ways)
         expected = whole(schedule=summed_as(schedule), frozen=FROZEN[frozen])
         assert_same_tensors(run_in_process(case), expected)
-    began = materialize(tricky_model(), 0, 6, run_seed=7, device=torch.device("cpu")).state_dict()
+    began = materialize(tricky_model(), 0, 6, run_seed=7).state_dict()
     names = (*FROZEN[frozen].modules, *FROZEN[frozen].parameters)
     for name, tensor in began.items():
         expected = name in names or any(name.startswith(f"{module}.") for module in names)

@@ -95,7 +95,8 @@ def test_check_simulator_and_executor_agree(part: int) -> None:
 def assert_simulated(one: RandomOrder, of_devices: dict[int, list[Action]], chance: random.Random) -> None:
     """The simulation performs these actions of each device in their order, none before what it needs has arrived."""
     stages = [StageCost(*(chance.randint(1, 9) for _ in range(5))) for _ in one.device_of_stage]
-    edges = [EdgeCost(chance.randint(0, 5), chance.randint(0, 5)) for _ in one.device_of_stage[1:]]
+    neighbours = pairwise(range(len(stages)))
+    edges = {ends: EdgeCost(chance.randint(0, 5), chance.randint(0, 5)) for ends in neighbours}
     timeline = simulate(one.schedule, stages, edges, device_of_stage=one.device_of_stage)
     spans = {span.action: span for stage in timeline.stages for span in stage}
     for device, actions in of_devices.items():
@@ -108,7 +109,7 @@ def assert_simulated(one: RandomOrder, of_devices: dict[int, list[Action]], chan
     for action, span in spans.items():
         if (needed := one.schedule.source(action)) is not None:
             apart = one.device_of_stage[needed.stage] != one.device_of_stage[action.stage]
-            edge = edges[min(needed.stage, action.stage)]
+            edge = edges[min(needed.stage, action.stage), max(needed.stage, action.stage)]
             seconds = edge.forward_seconds if action.kind is Kind.F else edge.backward_seconds
             assert span.start_seconds >= spans[needed].end_seconds + seconds * apart
 

@@ -12,7 +12,7 @@ from gpipe_cli.units import count
 
 
 def numbers(heading: str, origin: Origin, values: Sequence[float | None], form: str, quantity: str = "") -> Column:
-    return Column.of("", heading, values, form.format, origin=origin, quantity=quantity)
+    return replace(Column.of("", heading, values, form.format), origin=origin, quantity=quantity)
 
 
 SPEEDS = Table(
@@ -38,8 +38,8 @@ SIZES = Table(
     "Sizes",
     [
         Column("", cells=["Naive-1", "Pipeline-8"]),
-        Column.of("", "parameters", [82_000_000, 1_800_000_000], count, origin="paper"),
-        Column.of("", "parameters", [81_100_000, 1_840_000_000], count, origin="planned"),
+        replace(Column.of("", "parameters", [82_000_000, 1_800_000_000], count), origin="paper"),
+        replace(Column.of("", "parameters", [81_100_000, 1_840_000_000], count), origin="planned"),
         Column("planned - paper, %", "difference", ["-1.1", "+2.4"], minuend="parameters"),
     ],
 )

@@ -51,7 +51,7 @@ def test_the_shares_add_up_to_one() -> None:
     random_ = random.Random(1)
     for name, recompute, (k, m) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
         stages = [StageCost(*(random_.random() for _ in range(6))) for _ in range(k)]
-        edges = [EdgeCost(random_.random() / 2, random_.random() / 2) for _ in range(k - 1)]
+        edges = {(n, n + 1): EdgeCost(random_.random() / 2, random_.random() / 2) for n in range(k - 1)}
         timeline = simulate(build(name, k, m, recompute), stages, edges, [1.0, 1.3])
         for step in (None, timeline.step_seconds + 2):
             found = breakdown(timeline, m, step)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,7 +11,7 @@ from gpipe_cli.schedule.held import Held, peaks_of_devices
 from gpipe_cli.schedule.named_schedules import order
 from gpipe_cli.schedule.schedule import RECOMPUTE, Kind, Schedule, with_recomputation
 from gpipe_cli.schedule.search import Problem, find
-from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.schedule.simulator import FREE, EdgeCost, StageCost, simulate
 
 TICK = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)
 
@@ -19,7 +20,7 @@ def problem(partitions: int, micro_batches: int, devices: int | None = None) -> 
     """Equal stages, free transfers, memory without a limit."""
     device_of_stage = [k % (devices or partitions) for k in range(partitions)]
     sizes = [Held(graph=5, input=1, gradients=1, weights=3)] * partitions
-    return Problem([TICK] * partitions, (), (), device_of_stage, micro_batches, sizes, None, "never", split=True)
+    return Problem([TICK] * partitions, FREE, (), device_of_stage, micro_batches, sizes, None, "never", split=True)
 
 
 def uneven(seed: int) -> Problem:
@@ -32,7 +33,8 @@ def uneven(seed: int) -> Problem:
     for _ in range(partitions):
         forward, inputs, weights = (at_random.uniform(0.5, 2) for _ in range(3))
         stages.append(StageCost(forward, forward * 1.05, (inputs + weights) * 0.97, inputs, weights, 0.1))
-    edges = [EdgeCost(at_random.uniform(0, 0.3), at_random.uniform(0, 0.3)) for _ in range(partitions - 1)]
+    neighbours = pairwise(range(partitions))
+    edges = {ends: EdgeCost(at_random.uniform(0, 0.3), at_random.uniform(0, 0.3)) for ends in neighbours}
     room = None if at_random.random() < 0.3 else [at_random.randint(12, 40) for _ in range(partitions)]
     room = room and [sum(room[device::devices]) for device in range(devices)]
     device_of_stage = [k % devices for k in range(partitions)]

@@ -14,7 +14,7 @@ from gpipe_cli.schedule.dependencies import linearize
 from gpipe_cli.schedule.held import Held, live, peak_bytes, peaks_of_devices
 from gpipe_cli.schedule.named_schedules import SCHEDULES, forward_only
 from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
-from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
+from gpipe_cli.schedule.simulator import EdgeCost, Edges, StageCost, TieCost, ideal_bubble, simulate
 from gpipe_cli.schedule.timeline import Event, EventKind
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 5, 8, 13)))
@@ -62,7 +62,7 @@ def test_a_step_of_gpipe_and_1f1b() -> None:
 
 
 def one_after_another(
-    schedule: Schedule, stages: Sequence[StageCost], edges: Sequence[EdgeCost], device_of_stage: Sequence[int]
+    schedule: Schedule, stages: Sequence[StageCost], edges: Edges, device_of_stage: Sequence[int]
 ) -> dict[Action, tuple[float, float]]:
     """When each action runs, found in an order in which what an action needs comes before it: an action starts when
     its device is free and its tensors are there, and a link takes one micro-batch after another."""
@@ -78,7 +78,7 @@ def one_after_another(
             kinds = (Kind.F,) if forward else (Kind.B, Kind.I)
             (there,) = (end for b, (_, end) in spans.items() if b[1:] == (sender, a.micro_batch) and b.kind in kinds)
             if device_of_stage[sender] != device:
-                edge = edges[min(a.stage, sender)]
+                edge = edges[min(a.stage, sender), max(a.stage, sender)]
                 there = max(there, link_free[kinds[0], a.stage])
                 there += edge.forward_seconds if forward else edge.backward_seconds
                 link_free[kinds[0], a.stage] = there
@@ -118,7 +118,7 @@ def test_equals_a_simulation_without_events(name: str, recompute: str) -> None:
         if schedule.split and number % 2:
             schedule = some_whole(schedule, random_)
         stages = [StageCost(*(random_.randint(1, 9) for _ in range(5))) for _ in range(k)]
-        edges = [EdgeCost(random_.randint(0, 6), random_.randint(0, 6)) for _ in range(k - 1)]
+        edges = {(n, n + 1): EdgeCost(random_.randint(0, 6), random_.randint(0, 6)) for n in range(k - 1)}
         rows = range(len(schedule))
         of_rows = [rows, sorted(random_.randrange(2) for _ in rows), [row % 2 for row in rows]][number % 3]
         device_of_stage = [of_rows[row] for row in schedule.row_of_stage]
@@ -181,7 +181,7 @@ def test_a_tied_weight_is_updated_when_all_its_stages_have_its_gradient() -> Non
 
 
 def test_waiting_and_exposed_transfers() -> None:
-    timeline = simulate(build("gpipe", 2, 2, "never"), equal(2, 1, 2), [EdgeCost(0.5, 0.25)])
+    timeline = simulate(build("gpipe", 2, 2, "never"), equal(2, 1, 2), {(0, 1): EdgeCost(0.5, 0.25)})
     first, second = timeline.events
     backward, forward = Action(Kind.B, 0, 1), Action(Kind.F, 1, 0)
     assert second == (Event(EventKind.WAITING, 0, 1, forward), Event(EventKind.TRANSFER, 1, 1.5, forward))

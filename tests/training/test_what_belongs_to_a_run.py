@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from training_runs import TINY, command, configure, spec_of
 
 from gpipe_cli.config.groups import TextConfig
-from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.data.text import open_text
+from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.results.files import read_result
@@ -93,7 +93,7 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(text: Path, tmp_path
     places = [f"dataset.root={text}", f"dataset.cache={tmp_path / 'cache'}"]
     config = configure(*TEXT, *places, "partitions=3", "executor=distributed", "max_steps=1")
     spec = spec_of(config)
-    task = partial(train, config, to_yaml(config), spec, tmp_path, source=None)  # the command would read the text first
+    task = partial(train, config, spec, Decision(tmp_path, None, None))  # the command would read the text first
     assert run_task(task, spec, 0.3, lambda _: None) is None
 
 

@@ -34,17 +34,16 @@ def materialize(
     layers: int,
     *,
     run_seed: int,
-    device: torch.device,
     whole: Callable[[], nn.Sequential] | None = None,
     ties: Several[Tie] = (),
 ) -> nn.Sequential:
-    """Initialise `layers` layers of `model`, from number `first_layer` on, on `device`; they keep their global names.
+    """Initialise `layers` layers of `model`, from number `first_layer` on; they keep their global names.
 
-    `model` is on the meta device: a process allocates and initialises only its own layers. Initial values are drawn on
-    the CPU, so that they are the same on every kind of device. If layers cannot initialise themselves, `whole` builds
-    the model instead, with all values and from the run's seed, and the layers are taken from that. A tied weight has
-    the values that the first layer with it gives it; all its uses are the same parameter. Raises InputError for a
-    layer that cannot initialise itself, or that has tensors of an earlier call on the meta device.
+    `model` is on the meta device: a process allocates and initialises only its own layers. They are on the CPU, so that
+    their values are the same for every kind of device. If layers cannot initialise themselves, `whole` builds the model
+    instead, with all values and from the run's seed, and the layers are taken from that. A tied weight has the values
+    that the first layer with it gives it; all its uses are the same parameter. Raises InputError for a layer that
+    cannot initialise itself, or that has tensors of an earlier call on the meta device.
     """
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
@@ -69,7 +68,7 @@ def materialize(
     for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
         if tensor.is_meta:
             raise InputError(f"model.target: {name} {NO_VALUES}")
-    return stage.to(device)
+    return stage
 
 
 @torch.no_grad()

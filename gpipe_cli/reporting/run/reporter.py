@@ -262,10 +262,7 @@ class Reporter:
         self._console.stop()
         if result.steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
-        show_summary(
-            self._console.console, result, self._folder, self._run.flops.peak_source, *self._resumable(),
-            self._run.next_commands,
-        )  # fmt: skip
+        show_summary(self._console.console, self._run, result, self._folder, *self._resumable())
         if unwritten is not None:
             raise unwritten
 

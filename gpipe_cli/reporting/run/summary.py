@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import Task
 from gpipe_cli.reporting.page.page import PAGE
-from gpipe_cli.reporting.run.description import evaluation_of, words_of
+from gpipe_cli.reporting.run.description import RunDescription, evaluation_of, words_of
 from gpipe_cli.reporting.run.lines import in_columns, show_facts, show_text
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
 from gpipe_cli.results.files import write_result
@@ -27,15 +27,10 @@ EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
 def show_summary(
-    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, go_on: str | None,
-    next_commands: Sequence[tuple[str, str]] | None = None,
-) -> None:  # fmt: skip
-    """Shows the outcome of a training or a measurement.
-
-    `peak`: the source of the peak FLOP/s in the MFU, or why it is unknown. Of a training that was stopped,
-    `checkpoint`: where its last checkpoint is; `go_on`: the command that resumes it, None if there is nothing to do.
-    `next_commands`: shown with their labels after a training that was completed.
-    """
+    console: Console, run: RunDescription, result: RunResult, folder: Path, checkpoint: str, go_on: str | None
+) -> None:
+    """Shows the outcome of a training or a measurement. Of a training that was stopped, `checkpoint`: where its last
+    checkpoint is; `go_on`: the command that resumes it, None if there is nothing to do."""
     status = result.status
     bench = result.command == "bench"
     seconds = MEASURES["seconds"].text(result)
@@ -63,16 +58,16 @@ def show_summary(
     if result.memory:
         show_facts(console, in_columns(console, memory_rows(result.memory)))
     if bench:
-        show_facts(console, _flops(result, peak))
+        show_facts(console, _flops(result, run.flops.peak_source))
     facts = [("run folder", str(folder))]
     if not bench and (failed := result.failed_checkpoints):
         facts.append(("not written", f"{plural(failed, 'checkpoint')} (see the warnings above)"))
     page = folder / PAGE
     curves = f"tensorboard --logdir {shlex.quote(str(folder))}"
     has_curves = not bench and result.steps and "tensorboard" in result.config["logger"] and folder.is_dir()
-    if next_commands is not None and status == "completed":
+    if run.next_commands is not None and status == "completed":
         looks = [shlex.quote(str(page))] * page.exists() + [curves] * bool(has_curves)
-        facts += [*zip(("look", ""), looks, strict=False), *next_commands]
+        facts += [*zip(("look", ""), looks, strict=False), *run.next_commands]
         show_facts(console, facts)
         return
     if page.exists():

@@ -41,19 +41,11 @@ class Column:
 
     @classmethod
     def of(
-        cls,
-        key: str,
-        heading: str,
-        values: Sequence[Any],
-        form: Callable[[Any], str],
-        *,
-        origin: Origin = "",
-        quantity: str = "",
-        printed: bool = True,
+        cls, key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], *, printed: bool = True
     ) -> Self:
         """A column of numbers, None where a row has none; ``form`` formats them for people."""
         cells = [NONE if value is None else form(value) for value in values]
-        return cls(heading, origin, cells, number=True, key=key, values=values, printed=printed, quantity=quantity)
+        return cls(heading, cells=cells, number=True, key=key, values=values, printed=printed)
 
     @classmethod
     def measured(

@@ -4,7 +4,6 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model, real_model
@@ -58,6 +57,4 @@ def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
 def new_model(config: TrainConfig) -> nn.Sequential:
     """The layers of a run with their initial weights (not pretrained ones), on the CPU."""
     model, whole = build_model(config), real_model(config, pretrained=False)
-    device = torch.device("cpu")
-    ties = find_ties(model)
-    return materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
+    return materialize(model, 0, len(model), run_seed=config.seed, whole=whole, ties=find_ties(model))

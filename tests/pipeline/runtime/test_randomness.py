@@ -11,8 +11,6 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize, seed_of_name
 from gpipe_cli.pipeline.runtime.randomness import mix
 
-CPU = torch.device("cpu")
-
 
 def test_the_numbers_are_the_same_everywhere() -> None:
     """Fixed: another machine, process or version must resume a run with the same masks."""
@@ -48,7 +46,7 @@ def model() -> nn.Sequential:
 
 def test_only_the_own_layers_become_real() -> None:
     described = model()
-    stage = materialize(described, 2, 2, run_seed=0, device=CPU)
+    stage = materialize(described, 2, 2, run_seed=0)
     assert [name for name, _ in stage.named_children()] == ["twin_a", "twin_b"]
     assert all(value.is_meta for name, value in described.state_dict().items() if not name.startswith("twin"))
 
@@ -64,5 +62,5 @@ def test_a_layer_that_cannot_initialise_itself_is_named(layer: type[nn.Module], 
     with torch.device("meta"):
         described = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), odd=layer()))
     with pytest.raises(InputError, match=rf"layer {where} \(Bare\) has parameters or buffers but no reset_parameters"):
-        materialize(described, 1, 1, run_seed=0, device=CPU)
-    materialize(described, 0, 1, run_seed=0, device=CPU)  # none of this process's business
+        materialize(described, 1, 1, run_seed=0)
+    materialize(described, 0, 1, run_seed=0)  # none of this process's business

@@ -28,7 +28,7 @@ from gpipe_cli.schedule.named_schedules import ORDERS, order
 from gpipe_cli.schedule.placement import PLACEMENTS, place
 from gpipe_cli.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.schedule.schedule_file import read_schedule
-from gpipe_cli.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
+from gpipe_cli.schedule.simulator import EdgeCost, Edges, StageCost, TieCost, simulate
 from gpipe_cli.system.machine import usable_cores
 
 if TYPE_CHECKING:
@@ -101,11 +101,10 @@ ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds,
 
 def costs_of(
     stages: Sequence[StageCost],
-    edges: Sequence[EdgeCost],
+    edges: Edges,
     slowdown: Sequence[float],
     device_of_stage: Sequence[int],
-    ties: Sequence[TieCost] = (),
-    skips: Sequence[SkipCost] = (),
+    ties: Sequence[TieCost],
 ) -> dict[str, Any]:
     """As the page's simulator takes them."""
 
@@ -115,11 +114,15 @@ def costs_of(
     keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
     return {
         "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
-        "edges": list(map(sent, edges)),
+        "edges": [sent(edge) for (sender, receiver), edge in edges.items() if receiver == sender + 1],
         "slowdown": slowdown,
         "device_of_stage": device_of_stage,
         "ties": list(map(asdict, ties)),
-        "skips": [{"sender": skip.sender, "receiver": skip.receiver, **sent(skip.edge)} for skip in skips],
+        "skips": [
+            {"sender": sender, "receiver": receiver, **sent(edge)}
+            for (sender, receiver), edge in edges.items()
+            if receiver > sender + 1
+        ],
     }
 
 
@@ -133,7 +136,6 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         StageCost(*(chance.uniform(0.1, 2) for _ in range(5)), chance.choice((0.0, 0.3)), chance.choice((0.0, 0.5)))
         for _ in range(K)
     ]
-    edges = [EdgeCost(chance.uniform(0, 1), chance.uniform(0, 1)) for _ in range(K - 1)] * chance.randint(0, 1)
     slowdown = [1.0, *(chance.uniform(1, 3) for _ in range(chance.randint(1, 4)))] * chance.randint(0, 1)
     placement = ORDERS[name].placement
     of_rows = list(place(placement, K, devices)) if placement else list(range(K))
@@ -145,24 +147,22 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         for _ in range(chance.randint(0, 2))
     ]
     apart = [(sender, receiver) for sender in range(K) for receiver in range(sender + 2, K)]
-    skips = [
-        SkipCost(*ends, EdgeCost(chance.uniform(0, 5), chance.uniform(0, 5)))
-        for ends in chance.sample(apart, chance.randint(0, min(4, len(apart))))
-    ]
-    waiting = {
-        (skip.sender, skip.receiver): [(chance.randint(0, 1 << 40), chance.randint(0, 1 << 40)) for _ in range(M)]
-        for skip in skips
-    }
+    skips = chance.sample(apart, chance.randint(0, min(4, len(apart))))
+    edges = {}
+    if chance.random() < 0.5:
+        edges = {(k, k + 1): EdgeCost(chance.uniform(0, 1), chance.uniform(0, 1)) for k in range(K - 1)}
+        edges |= {ends: EdgeCost(chance.uniform(0, 5), chance.uniform(0, 5)) for ends in skips}
+    waiting = {ends: [(chance.randint(0, 1 << 40), chance.randint(0, 1 << 40)) for _ in range(M)] for ends in skips}
     sizes = [[Held(*(chance.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
 
     schedule = with_recomputation(order(name, K, M, devices), recompute)
     check(schedule)
-    timeline = simulate(schedule, stages, edges, slowdown, device_of_stage, ties, skips)
+    timeline = simulate(schedule, stages, edges, slowdown, device_of_stage, ties)
     seconds = max([timeline.end_seconds, *(e.end_seconds for of in timeline.events for e in of)]) * 1.1
     shares = breakdown(timeline, M, seconds)
     asked = {
         "name": name, "K": K, "M": M, "devices": devices, "recompute": recompute, "seconds": seconds,
-        "costs": costs_of(stages, edges, slowdown, device_of_stage, ties, skips),
+        "costs": costs_of(stages, edges, slowdown, device_of_stage, ties),
         "sizes": [[one._asdict() for one in of] for of in sizes],
         "skips": [{"sender": one, "receiver": other, "sizes": of} for (one, other), of in waiting.items()],
     }  # fmt: skip

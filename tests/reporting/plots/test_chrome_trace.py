@@ -35,7 +35,7 @@ def predicted(name: str = "zero_bubble", stages: int = 3, device_of_stage: Any =
     """Simulated, six micro-batches, with odd times, transfers and updates."""
     schedule = build(name, stages, 6, "except_last")
     costs = [StageCost(k / 7, k / 7, k / 3, k / 5, k / 9, update_seconds=0.01) for k in range(1, stages + 1)]
-    edges = [EdgeCost(1 / 30, 1 / 31)] * (stages - 1)
+    edges = {(k, k + 1): EdgeCost(1 / 30, 1 / 31) for k in range(stages - 1)}
     timeline = simulate(schedule, costs, edges, device_of_stage=device_of_stage)
     return TimelineView("", "predicted", timeline, 0.0, timeline.step_seconds, {})
 
