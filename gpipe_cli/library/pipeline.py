@@ -30,7 +30,15 @@ from gpipe_cli.library.parts import (
 from gpipe_cli.models.skips import find_skips
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_boundary, as_value, in_layout, split_all
+from gpipe_cli.pipeline.runtime.boundary import (
+    Boundary,
+    BoundaryTensor,
+    Tensors,
+    as_boundary,
+    as_value,
+    in_layout,
+    split_all,
+)
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.layer_call import shapes_of
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators
@@ -66,7 +74,7 @@ class Pipeline:
 
     Losses, gradients and weights are the same bits for every K, schedule with the same order of backwards, and mode of
     recomputation, with dropout too. Batch norm normalizes each micro-batch; its running statistics are those of the
-    mini-batch.
+    mini-batch. Other buffers that layers change when they run are changed once by each micro-batch, in their order.
 
     Without torchrun, all stages are in this process, and compute on the CPU or on several GPUs. Under torchrun, every
     process runs the same program and has K / processes of the stages, whose layers alone keep their values. The
@@ -167,6 +175,8 @@ class Pipeline:
         self._require(training=True)
         if reduction not in ("mean", "sum"):
             raise RefusedError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
+        if inputs is not None and any(tensor.requires_grad for tensor in _checked("inputs", inputs)):
+            raise InputError("inputs: require a gradient, which a pipeline does not compute; give inputs.detach()")
         with keeping_generators(map(torch.device, self._layout.devices_of(self._control.rank))):
             part, traced, tensors, sizes = self._begin(inputs)
             if sizes[-1] == 1:
@@ -197,7 +207,11 @@ class Pipeline:
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
         if objective is None:
             return None
-        whole = tuple(torch.cat(pieces) for pieces in zip(*objective.outputs, strict=True))
+        described = [tensor for tensor in traced.evaluation[-1].outputs if not tensor.skip]
+        whole = tuple(
+            torch.cat(pieces, _sample_dimension(tensor))
+            for tensor, *pieces in zip(described, *objective.outputs, strict=True)
+        )
         return as_value(whole, _in_tuple(traced.evaluation))
 
     __call__ = forward
@@ -478,6 +492,17 @@ def _placed(name: str, values: Values | None, device: str) -> Tensors:
     """The tensors of a mini-batch on a device. Raises InputError as `_checked`."""
     moved = (tensor.detach().to(device, non_blocking=True) for tensor in _checked(name, values))
     return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
+
+
+def _sample_dimension(tensor: BoundaryTensor) -> int:
+    """The dimension along which micro-batches of what the last layer returns are joined."""
+    growing = [dimension for dimension, slope in enumerate(tensor.per_sample) if slope]
+    if len(growing) != 1:
+        raise InputError(
+            f"the last layer returns a tensor {tensor.shape(1)} for one sample and {tensor.shape(2)} for two, which "
+            "cannot be joined over micro-batches; return a tensor in which a single dimension grows with the samples"
+        )
+    return growing[0]
 
 
 def _named(layers: nn.Sequential, names: Iterable[str]) -> nn.Sequential:

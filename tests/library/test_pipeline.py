@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,19 @@ def test_tuples_go_in_and_come_out() -> None:
         torch.testing.assert_close(found, plain)
 
 
+def test_outputs_are_joined_where_the_samples_lie() -> None:
+    """Micro-batches (5, 4, 3) once became (10, 4, 3), not (5, 8, 3)."""
+
+    class LengthFirst(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.transpose(0, 1), x.mean(1)
+
+    layers, x = nn.Sequential(nn.Linear(3, 3), LengthFirst()), torch.randn(8, 5, 3)
+    joined = Pipeline(layers, partitions=2, micro_batches=2).eval()(x)
+    for ours, plain in zip(joined, layers(x), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
 def small(*layers: nn.Module, example: Any = None, **arguments: Any) -> Pipeline:
     given = {"partitions": 2, "micro_batches": 2} | arguments
     return Pipeline(nn.Sequential(*(layers or (nn.Linear(2, 2), nn.Linear(2, 2)))), example, **given)
@@ -186,6 +200,41 @@ def step(inputs: Any = ONES, targets: Any = ONES, loss: Any = F.mse_loss, **more
     return small().step(inputs, targets, loss, **more)
 
 
+class Branching(nn.Module):
+    """A second branch is trained later, as some programs do after an epoch; or weights are unfrozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later, self.switched_on = nn.Linear(2, 2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.later(x) if self.switched_on else x * 2
+
+
+@pytest.mark.parametrize("unfrozen", [False, True])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_is_trained_only_later_is_refused_where_its_gradient_would_be_lost(unfrozen: bool, recompute: str) -> None:
+    """It had none, without a word."""
+    for partitions in (1, 2):
+        layers = nn.Linear(2, 2).requires_grad_(False) if unfrozen else Branching(), nn.Linear(2, 2)
+        pipeline = small(*layers, partitions=partitions, recompute=recompute)
+        pipeline.step(ONES, ONES, F.mse_loss)
+        if unfrozen:
+            pipeline._module[0].requires_grad_()
+        else:
+            pipeline._module[0].switched_on = True
+        with nullcontext() if partitions == 1 else pytest.raises(InputError, match=r"^layer 0: an output \(2, 2\)"):
+            pipeline.step(ONES, ONES, F.mse_loss)
+            assert all(parameter.grad is not None for parameter in pipeline._module[0].parameters())
+
+
+class Gram(nn.Module):
+    """Of N samples, (N, N)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.T
+
+
 WRONG: dict[str, Callable[[], object]] = {
     "partitions=0": lambda: small(partitions=0),
     "partitions=3": lambda: small(partitions=3, example=torch.ones(1, 2)),
@@ -195,6 +244,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "layers=Linear": lambda: Pipeline(nn.Linear(2, 2), partitions=1, micro_batches=1),
     "layer 1 ": lambda: small(nn.Linear(2, 3), nn.Linear(2, 2), example=torch.ones(1, 2)),
     "targets=": lambda: step(targets=torch.ones(3, 2)),
+    "inputs": lambda: step(inputs=nn.Linear(2, 2)(ONES)),  # whose gradients were left out without a word
+    "the last layer returns": lambda: small(nn.Linear(2, 2), Gram()).eval()(ONES),
     "loss": lambda: step(loss=lambda outputs, targets: outputs - targets),
     "step": lambda: small().eval().step(ONES, ONES, F.mse_loss),
 }  # fmt: skip

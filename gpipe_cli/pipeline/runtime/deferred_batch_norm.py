@@ -63,6 +63,10 @@ class BatchStatistics:
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
+    def norms(self) -> Sequence[nn.Module]:
+        return self._norms
+
+    @property
     def slots(self) -> list[torch.Tensor]:
         """The flat tensors of all slots made so far."""
         return [slot.moments for slots in self._slots.values() for slot in slots]
