@@ -19,7 +19,7 @@ from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.recipe import Recipe
-from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError, Runner, Scale, with_users
+from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError, Runner, Scale, last_wins, with_users
 from gpipe_cli.reproduction.simulated import Simulate, simulating
 from gpipe_cli.system.gpus import Gpu
 
@@ -51,9 +51,10 @@ class Machine:
     def reproduce(self, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...], folder: Path) -> Reproduction:
         """Run a recipe. Raises the errors that its commands end with."""
         scale, why = self.scale(recipe, whole, given)
+        users = last_wins(given)
         runner = Runner(
-            recipe.name, folder, with_users(recipe.settings(scale), given), partial(perform, self.console),
-            simulating_recipe(recipe.name, recipe.folder), partial(show_line, self.console), scale, given, self.gpus,
+            recipe.name, folder, with_users(recipe.settings(scale), users), partial(perform, self.console),
+            simulating_recipe(recipe.name, recipe.folder), partial(show_line, self.console), scale, users, self.gpus,
             Path(recipe.folder),
         )  # fmt: skip
         return recipe.reproduce(runner, why)
