@@ -97,7 +97,7 @@ class MemoryModel:
         # the backward of a layer allocates gradients of all that the layer has kept
         self.workspace = largest.of_stages(layers, layers + 1)[0]
         self.graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
-        # what is held while a layer runs backward, those after it having done so
+        # the most held during each layer's backward, when the layers after it have freed what they kept
         self._in_backward = _Maxima(self.graphs + self.workspace)
         boundaries = [
             self._boundary(tensors) for tensors in (profile.inputs, *(cost.outputs for cost in profile.costs))
@@ -196,8 +196,8 @@ class MemoryModel:
         return np.array([pool, inputs, gradients, pool + gradients])
 
     def _static(self, first: Layers, end: Layers) -> Whole:
-        """The bytes in which a stage of layers `first` to `end - 1` that is replayed has what it receives and sends:
-        inputs, also of the micro-batch that is being copied there, outputs, and the gradients of both."""
+        """The bytes of what a replayed stage of layers `first` to `end - 1` receives and sends: inputs, outputs and the
+        gradients of both. Inputs count twice, as they are copied into the memory that graphs read."""
         if not self.replays:
             return np.zeros_like(np.asarray(first))
         (inputs, input_gradients), (outputs, output_gradients) = self._boundaries[:, first], self._boundaries[:, end]

@@ -71,7 +71,8 @@ class Problem:
     recompute: Recompute  # a mode, or `auto`: as few recomputations as fit
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
-    stage_room: Sequence[int] = ()  # bytes of `room` for each stage, if it keeps for itself the most that it has held
+    # bytes for activations of each stage, if stages of a device cannot share memory, as each has its pools of graphs
+    stage_room: Sequence[int] = ()
 
 
 def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
@@ -130,7 +131,7 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
                 recomputed = fewest_recomputations(candidate, problem.sizes, room, devices)
             recompute = recomputed or "never"
         except DoesNotFitError:
-            recompute = "except_last"  # stages that keep their memory may fit together all the same
+            recompute = "except_last"  # a stage over its own share may fit, as another of its device needs less
     schedule = with_recomputation(candidate, recompute)
     step = _Step(problem, schedule)
     if not step.fits:

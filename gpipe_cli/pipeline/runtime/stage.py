@@ -38,8 +38,8 @@ from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer,
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
-from gpipe_cli.pipeline.runtime.layer_state import ChangedBuffers, LayerState
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
@@ -120,7 +120,7 @@ class Stage:
         else:
             defer_batch_norms(module, self.statistics)
         self._layers = list(module.named_children())
-        self._state = LayerState(module, self.statistics.norms)
+        self._buffers = LayerBuffers(module, self.statistics.norms)
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
         )
@@ -167,7 +167,7 @@ class Stage:
             with (
                 self.statistics.recording(self.statistics.of(micro_batch)),
                 self._recording(micro_batch, keep, inputs),
-                self._state.keeping() if keep is Retain.INPUT else nullcontext(changed) as changed,
+                self._buffers.keeping() if keep is Retain.INPUT else nullcontext(changed) as changed,
             ):
                 leaves, outputs = self._compute(inputs, graph, self._seed(micro_batch))
                 with torch.set_grad_enabled(graph), self._autocast():
@@ -186,7 +186,7 @@ class Stage:
         if slot is not None:
             self._run_loss(micro_batch, slot, Retain.GRAPH, observe=False)
             return
-        with self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._state.restored(saved.changed):
+        with self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._buffers.restored(saved.changed):
             leaves, outputs = self._compute(saved.inputs, True, self._seed(micro_batch))
             with torch.enable_grad(), self._autocast():
                 results = self._close(micro_batch, outputs, observe=False)

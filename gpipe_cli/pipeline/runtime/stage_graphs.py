@@ -380,7 +380,7 @@ class StageGraphs:
                 torch.autograd.backward(roots, slot.gradients)
             _copy((leaf.grad for leaf in slot.inputs), slot.input_gradients)
         for leaf in slot.inputs:
-            leaf.grad = None  # in the pool
+            leaf.grad = None  # frees its memory in the pool for other graphs
         if not split:
             return
         weights.add(chain.from_iterable(weight.kept for weight in deferred))

@@ -187,8 +187,8 @@ function waitingSkips(data, balance, sizes) {
     .map((skip) => ({...skip, sizes: sizes.map((samples) => skip.bytes.map(([base, each]) => base + each * samples))}));
 }
 
-/** The ways to hold a micro-batch in a stage of these layers that is replayed as graphs: its pool also has what a layer
- *  needs backward in addition, those after it having run backward. */
+/** The ways to hold a micro-batch in a stage of these layers that is replayed as graphs. Its pool also has what a layer's
+ *  backward allocates, when the layers after it have freed what they kept. */
 function inPools(ways, layers, size) {
   const most = greatest(layers.map(({graphs, workspace}) => size(graphs) + size(workspace)));
   const graph = ways.graph + most - size(layers.at(-1).graphs);

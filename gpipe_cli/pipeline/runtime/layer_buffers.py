@@ -32,7 +32,7 @@ ChangedBuffers: TypeAlias = list[tuple[_Entry, torch.Tensor | None]]
 """The buffers that a forward changes, with the values before it."""
 
 
-class LayerState:
+class LayerBuffers:
     """The buffers below `module`, whose children are layers, without those of `deferred` norms. The first forward shows
     which of them change."""
 
