@@ -3,7 +3,7 @@
     python library_runs.py FOLDER CASES
 
 trains once for each of the cases, a list of arguments of `train` in JSON, and writes FOLDER/PROCESS.pt: for each, what
-`train` returns. Then it fails in the second step of another training, in the last stage.
+`train` returns, then what `refusals` does. Then it fails in the second step of another training, in the last stage.
 """
 
 import json
@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_cli import Pipeline
+from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Pop, Stash
 
 SAMPLES = (13, 10, 7)  # of mini-batches: uneven micro-batches, and fewer than M
@@ -88,14 +90,18 @@ def train(
     lengths: tuple[int, ...] = (5, 5, 5), ends_only: bool = False, linked: bool = False, **arguments: Any
 ) -> dict[str, torch.Tensor]:
     """Three steps with a pipeline of these arguments, on sentences of these lengths; returns all that a user sees.
-    `ends_only`: give inputs in the first process alone, and targets in the last. `linked`: with ties and a skip."""
+    `ends_only`: give inputs in the first process alone, and targets in the last. `linked`: with ties and a skip. Each
+    of several replicas is given its share of the samples."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     example = None if "balance" in arguments else mini_batch(0, lengths[0])[0]
-    pipeline = Pipeline(linked_layers() if linked else lively_layers(), example, micro_batches=4, **arguments)
+    pipeline = Pipeline(linked_layers() if linked else lively_layers(), example, **{"micro_batches": 4} | arguments)
     optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.01)
     found: dict[str, torch.Tensor] = {}
     for step, length in enumerate(lengths):
         inputs, targets = mini_batch(step, length)
+        if (replicas := arguments.get("replicas", 1)) > 1:
+            samples = share_of(len(targets), 4, replicas, rank * replicas // world).samples
+            inputs, targets = inputs[samples], targets[samples]
         of_first = inputs if rank == 0 or not ends_only else None
         of_last = targets if rank == world - 1 or not ends_only else None
         found[f"loss {step}"] = pipeline.step(of_first, of_last, F.cross_entropy)
@@ -108,8 +114,24 @@ def train(
     found |= {f"final {name}": tensor for name, tensor in pipeline.state_dict().items()}
     pipeline.eval()
     outputs = pipeline(mini_batch(0, lengths[0])[0])
+    if "replicas" in arguments:
+        return found | {"outputs": outputs}
     assert (outputs is None) == (rank != (0 if arguments.get("schedule") == "zbv" else world - 1))  # of the last stage
     return found if outputs is None else found | {"outputs": outputs}
+
+
+def refusals() -> list[str]:
+    """What two replicas are told whose weights differ, or whose layers change buffers by their own samples."""
+    rank = int(os.environ["RANK"])
+    told = []
+    for layer in (lambda: nn.Linear(4, 4), lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True)):
+        torch.manual_seed(rank)
+        pipeline = Pipeline([layer()], torch.zeros(8, 4, 4), partitions=1, micro_batches=2, replicas=2)
+        try:
+            pipeline.step(torch.randn(8, 4, 4), torch.zeros(8), lambda x, _: x.sum())
+        except InputError as error:
+            told.append(str(error))
+    return told
 
 
 def fail() -> None:
@@ -125,5 +147,5 @@ def fail() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = [train(**case) for case in json.loads(sys.argv[2])]
-    torch.save(results, Path(sys.argv[1]) / f"{os.environ.get('RANK', '0')}.pt")
+    torch.save([*results, refusals()], Path(sys.argv[1]) / f"{os.environ.get('RANK', '0')}.pt")
     fail()

@@ -130,11 +130,11 @@ ONE_DEVICE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError if two contradict each other.
+class PipelineSettings:
+    """What a training step does and in which processes, whatever is trained: the settings that `gpipe train` and a
+    `Pipeline` in a user's own program share. Raises InputError if two contradict each other."""
 
-    A field with a default is missing from `config.yaml` of older runs; the default reproduces their behaviour.
-    """
+    ON_CPU = "device=cpu"  # the setting, in messages, with which layers compute on the CPU
 
     partitions: Partitions = field(metadata=_STEP)  # K
     micro_batches: MicroBatches = field(metadata=_STEP)  # M
@@ -144,13 +144,63 @@ class TrainConfig:
     executor: Executor = field(metadata=_MACHINE)
     stages_per_process: Partitions | None = field(default=None, metadata=_STEP)
     placement: str | None = field(default=None, metadata=_STEP)  # a name, or a file; None: what suits the schedule
+    seed: Annotated[int, Within(0, 2**32 - 1)] = field(metadata=_MACHINE)
+    precision: groups.Precision = field(default="float32", metadata=_SECONDS)
+    compile: bool = field(default=False, metadata=_LAYERS)
+    graphs: Graphs = field(default="auto", metadata=_MACHINE)
+
+    def __post_init__(self) -> None:
+        self._check_schedule()
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
+        return not self.compile and (self.schedule in SPLITTING or self.schedule_is_file)
+
+    @property
+    def schedule_is_file(self) -> bool:
+        return self.schedule.endswith(SCHEDULE_FILE)
+
+    @property
+    def placement_is_file(self) -> bool:
+        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
+
+    def _check_schedule(self) -> None:
+        """Raises InputError for a schedule or a placement that is neither a name nor a file, for two that do not go
+        together, and for a schedule that compiled layers cannot follow."""
+        if self.schedule not in SCHEDULES and not self.schedule_is_file:
+            allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
+            raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
+        if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
+            why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
+            raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
+        if (placement := self.placement) is None:
+            return
+        if placement not in PLACEMENTS and not self.placement_is_file:
+            allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
+            raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
+        if self.schedule_is_file:
+            why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
+            raise RefusedError("placement", placement, why)
+        placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
+        if placed not in (None, placement):
+            why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
+            raise RefusedError("placement", placement, why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(PipelineSettings):
+    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError if two contradict each other.
+
+    A field with a default is missing from `config.yaml` of older runs; the default reproduces their behaviour.
+    """
+
     partition: PartitionConfig = field(metadata=_STEP)
     preset: str | None = field(metadata=_LAYERS)
     batch_size: BatchSize | None = field(metadata=_STEP)  # N, samples of the whole mini-batch
     batch_tokens: Count | None = field(metadata=_STEP)  # most tokens of a mini-batch; for text, in place of batch_size
     epochs: Count = field(metadata=_COURSE)
     max_steps: Count | None = field(metadata=_INVOCATION)
-    seed: Annotated[int, Within(0, 2**32 - 1)] = field(metadata=_MACHINE)
     gradient_clipping: NotNegative = field(metadata=_STEP)  # 0: off
     label_smoothing: Share = field(metadata=_SECONDS)
     ema_decay: Share = field(metadata=_SECONDS)  # 0: off
@@ -160,10 +210,7 @@ class TrainConfig:
     evaluate_every_epochs: Count = field(metadata=_COURSE)
     check_layers: bool = field(metadata=_COURSE)
     device: Device = field(metadata=_KERNELS)
-    precision: groups.Precision = field(default="float32", metadata=_SECONDS)
     deterministic: bool = field(default=True, metadata=_SECONDS)
-    compile: bool = field(default=False, metadata=_LAYERS)
-    graphs: Graphs = field(default="auto", metadata=_MACHINE)
     memory_format: MemoryFormat = field(metadata=_KERNELS)
     threads: Threads | None = field(metadata=_MACHINE)
     data_workers: DataWorkers | None = field(metadata=_MACHINE)
@@ -192,45 +239,10 @@ class TrainConfig:
             why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
             raise RefusedError("resume", self.resume, why)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
-        return not self.compile and (self.schedule in SPLITTING or self.schedule_is_file)
-
-    @property
-    def schedule_is_file(self) -> bool:
-        return self.schedule.endswith(SCHEDULE_FILE)
-
-    @property
-    def placement_is_file(self) -> bool:
-        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
-
-    def _check_schedule(self) -> None:
-        """Raises InputError for a schedule or a placement that is neither a name nor a file, and for two that do not go
-        together."""
-        if self.schedule not in SCHEDULES and not self.schedule_is_file:
-            allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
-            raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
-        if (placement := self.placement) is None:
-            return
-        if placement not in PLACEMENTS and not self.placement_is_file:
-            allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
-            raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
-        if self.schedule_is_file:
-            why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
-            raise RefusedError("placement", placement, why)
-        placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
-        if placed not in (None, placement):
-            why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
-            raise RefusedError("placement", placement, why)
-
     def _check_compile(self) -> None:
-        """Raises InputError for settings that cannot be compiled, or would trigger recompilation again and again."""
+        """Raises InputError for layers that would be compiled again and again."""
         if not self.compile:
             return
-        if self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
-            why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
-            raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
         if groups.has_pairs(self.dataset):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
             raise RefusedError("compile", True, f"{why}; use compile=false")

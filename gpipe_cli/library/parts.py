@@ -1,104 +1,75 @@
 """The arguments of a `Pipeline`, the layout of its stages, and the preparation of its layers."""
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-from gpipe_cli.config.settings import load_hardware
-from gpipe_cli.config.typed import Count, RefusedError, Within, with_type
+from gpipe_cli.config.settings import PipelineSettings, load_hardware
+from gpipe_cli.config.typed import Count, RefusedError, with_type
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.models.custom import fault_of
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
+from gpipe_cli.planner.cut import balanced
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
-from gpipe_cli.planner.layout import Layout
+from gpipe_cli.planner.layout import Layout, place_stages
 from gpipe_cli.planner.model_profile import TracedModel
-from gpipe_cli.planner.shared_layers import keeping_together
-from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES
-from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
-from gpipe_cli.schedule.placement import place as schedule_placement
+from gpipe_cli.schedule.named_schedules import SCHEDULES
 from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.system.accelerator import TYPE, number_of_devices
-from gpipe_cli.units import plural
 
 _TIMEOUT_SECONDS = 600.0  # longest wait for a message of another process
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments(PipelineSettings):
     """The arguments of `Pipeline` that are plain values."""
 
-    partitions: Count
-    micro_batches: Count
+    ON_CPU = "devices=['cpu']"
+
     schedule: Literal[SCHEDULES]  # type: ignore[valid-type]
     recompute: RecomputeMode
+    precision: Literal["float32", "bfloat16"]
     balance: tuple[Count, ...] | None
     devices: tuple[str, ...] | None
-    seed: Annotated[int, Within(0, 2**32 - 1)]
-    graphs: bool
 
 
 def place(arguments: Arguments, started: Torchrun | None) -> Layout:
-    """The layout of K stages over P places, which are the processes of torchrun, or the devices of this process.
-    Neighbouring stages share a place; a looped schedule deals the stages out in turn. Under torchrun only the device of
-    this process is known, and is entered for all processes.
+    """The layout of a pipeline over the processes of torchrun, or the devices of this process, which have as many
+    threads as the program has set. Under torchrun only the device of this process is known, and is entered for all
+    processes.
 
-    Raises RefusedError for devices that this machine does not have, and for partitions that cannot be placed.
+    Raises InputError as `place_stages`, for devices that this machine does not have, and for replicas without torchrun.
     """
-    partitions = arguments.partitions
+    if arguments.replicas > 1 and started is None:
+        why = "each replica is in processes of its own; start them with torchrun"
+        raise RefusedError("replicas", arguments.replicas, why)
     gpus = number_of_devices()
+    threads = torch.get_num_threads()
     if arguments.devices is None:
-        devices = [f"{TYPE}:{number}" for number in range(gpus)] or ["cpu"]
-        if gpus and started is not None:
-            # a launcher may show each process its own GPU only
-            if gpus < started.here and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
-                why = f"{plural(started.here, 'process')} need a GPU each, and there are {gpus}"
-                raise RefusedError("devices", None, f"{why}; start fewer, or give devices=['cpu']")
-            devices = [devices[started.local_rank % gpus]]
-    else:
-        devices = [_known_device(name, gpus) for name in arguments.devices]
-        if "cpu" in devices and {*devices} != {"cpu"}:
-            raise RefusedError("devices", devices, "has the CPU beside GPUs; give one kind")
-    places, what = len(devices), "device"
-    if started is not None:
-        places, what = started.processes, "process"
-        if len(devices) != 1:
-            raise RefusedError("devices", devices, "under torchrun a process has one device; give this process's own")
-    if places > partitions and (started is not None or arguments.devices is not None):
-        why = f"there are {plural(places, what)}, and each needs a stage"
-        raise RefusedError("partitions", partitions, f"{why}; use partitions={places} or more")
-    order = ORDERS[arguments.schedule]
-    placement = order.placement or "neighbours"
-    v_places = order.devices(partitions)
-    places = min(places, partitions)
-    if placement == "v" and started is None and arguments.devices is None:
-        places = min(places, v_places)
-    if placement == "v" and places not in (1, v_places):
-        why = f"schedule={arguments.schedule}: there are {plural(places, what)}, and each has two stages"
-        raise RefusedError("partitions", partitions, f"{why}; use partitions={2 * places}")
-    if placement == "looped" and partitions % places:
-        why = f"schedule={arguments.schedule}: {plural(places, what)} would have different numbers of stages"
-        raise RefusedError("partitions", partitions, f"{why}; use partitions={-(-partitions // places) * places}")
-    place_of_stage = schedule_placement(placement, partitions, places)
-    return Layout(
-        (tuple(devices[number % len(devices)] for number in place_of_stage),),
-        process_of_stage=place_of_stage if started is not None else (0,) * partitions,
-        row_of_stage=place_of_stage,
-        threads=torch.get_num_threads(),
-        at_once=places,
-        here=True,
-        started=started,
-    )
+        return place_stages(arguments, gpus, threads, started)
+    devices = [_known_device(name, gpus) for name in arguments.devices]
+    if "cpu" in devices and {*devices} != {"cpu"}:
+        raise RefusedError("devices", devices, "has the CPU beside GPUs; give one kind")
+    if started is not None and len(devices) != 1:
+        raise RefusedError("devices", devices, "under torchrun a process has one device; give this process's own")
+    if len(devices) > arguments.partitions:
+        why = f"there are {len(devices)} devices, and each needs a stage"
+        raise RefusedError("partitions", arguments.partitions, f"{why}; use partitions={len(devices)} or more")
+    if devices[0] == "cpu":
+        return place_stages(arguments, 0, threads, started)
+    layout = place_stages(arguments, len(devices) if started is None else started.here, threads, started)
+    names = tuple(devices[0 if started is not None else int(name.partition(":")[2])] for name in layout.devices)
+    return replace(layout, replica_devices=(names,) * layout.replicas)
 
 
 def _known_device(name: str, gpus: int) -> str:
@@ -114,10 +85,10 @@ def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
     process = 0 if layout.started is None else layout.started.rank
     connected = layout.started is None or is_connected()
     start = "" if connected else agree(lambda: Decision(Path.cwd(), None, None)).start
+    devices = [*map(torch.device, layout.devices_of(process))]
     return connect_processes(
-        process, layout.process_of_stage, 1, [*map(torch.device, layout.devices_of(process))], start, _TIMEOUT_SECONDS,
-        nullcontext, here=False,
-    )  # fmt: skip
+        process, layout.process_of_stage, layout.replicas, devices, start, _TIMEOUT_SECONDS, nullcontext, here=False
+    )
 
 
 def move(module: nn.Sequential, devices: Mapping[str, torch.device], ties: Sequence[Tie]) -> None:
@@ -171,8 +142,4 @@ def choose_balance(traced: TracedModel, layout: Layout, process: int, samples: f
     devices of this process, according to their data sheet. Raises InputError for more partitions than layers."""
     rates = rates_of_sheet(resolved(load_hardware("auto"), layout.devices_of(process)), layout.threads)
     work = [rates.seconds(cost.forward, samples) + rates.seconds(cost.backward, samples) for cost in traced.costs]
-    partitions = len(layout.devices)
-    try:
-        return partition(work, partitions, furthest=keeping_together(traced.shared, len(work), partitions, None))
-    except NoCutFitsError:
-        return partition(work, partitions)  # splits shared layers: refused by `check_cut`
+    return balanced(work, len(layout.devices), traced.shared)

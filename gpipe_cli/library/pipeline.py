@@ -6,12 +6,14 @@ A program for torchgpipe or torch.distributed.pipelining changes a few lines: se
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from gpipe_cli.assembly.build import COMPUTED_IN
 from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import global_norm
@@ -42,6 +44,7 @@ from gpipe_cli.pipeline.runtime.boundary import (
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.layer_call import shapes_of
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators
+from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Objective
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
@@ -51,8 +54,9 @@ from gpipe_cli.planner.shared_layers import check_cut, find_read, find_shared
 from gpipe_cli.schedule.named_schedules import forward_only, order
 from gpipe_cli.schedule.partitioner import check_balance
 from gpipe_cli.schedule.schedule import RecomputeMode, Schedule
+from gpipe_cli.system.accelerator import TYPE
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
-from gpipe_cli.training.step import clip, norms_of, without_negative_zeros
+from gpipe_cli.training.step import clip, norms_of
 from gpipe_cli.units import count, plural
 
 Values: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -94,6 +98,9 @@ class Pipeline:
         devices: Sequence[str | torch.device] | None = None,
         seed: int = 0,
         graphs: bool = True,
+        precision: Literal["float32", "bfloat16"] = "float32",
+        compile: bool = False,
+        replicas: int = 1,
     ) -> None:
         """Cut the layers into stages, and move these to their devices.
 
@@ -117,16 +124,25 @@ class Pipeline:
             seed: for dropout and whatever else layers draw. The program's own generators are left as they are.
             graphs: on GPUs, replay the kernels of each stage as CUDA graphs where that gives the same bits, from the
                 second step with micro-batches of the same shapes on. `.grad` is then the same memory in every step.
+            precision: of products and convolutions: bfloat16 by autocast, with weights and gradients in float32.
+            compile: compile each layer by torch.compile, for each size of micro-batches, before the first step with it.
+                Not for schedules that cut backwards in two: zero_bubble, zbv, v_half and v_min.
+            replicas: R pipelines of equal layers, under torchrun: process p of pipeline r has rank r P + p. Each is
+                given its own samples of a mini-batch, and their gradients are summed, as in DistributedDataParallel.
 
         Raises InputError, which names the argument, for what cannot be cut or placed, and ConnectionError or
         TimeoutError if other processes do not come.
         """
+        started = torchrun()
         given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
                  "balance": None if balance is None else list(balance), "seed": seed, "graphs": graphs,
-                 "devices": None if devices is None else [*map(str, devices)]}  # fmt: skip
+                 "devices": None if devices is None else [*map(str, devices)], "precision": precision,
+                 "compile": compile, "replicas": replicas,
+                 "executor": "in_process" if started is None else "distributed"}  # fmt: skip
         self._arguments = typed(Arguments, given)
         whole = as_sequential(layers)
-        self._layout = place(self._arguments, torchrun())
+        layout = place(self._arguments, started)
+        self._layout = layout.seen_by(0 if started is None else started.rank)
         if self._layout.started is not None and example is None and balance is None:
             why = "under torchrun each process must know its layers before the first step"
             raise RefusedError("example", None, f"{why}; give the inputs of a mini-batch, or balance")
@@ -141,6 +157,7 @@ class Pipeline:
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
         self._takes_single_samples = False  # set once a run has shown that every layer does
+        self._compiled = set[tuple[Boundary, int]]()  # shapes of inputs, and sizes of micro-batches
         inputs = None if example is None else _checked("example", example)
         traced = None if inputs is None else self._trace(as_boundary(inputs))
         self._control, self._groups = connect(self._layout)
@@ -178,9 +195,12 @@ class Pipeline:
         if inputs is not None and any(tensor.requires_grad for tensor in _checked("inputs", inputs)):
             raise InputError("inputs: require a gradient, which a pipeline does not compute; give inputs.detach()")
         with keeping_generators(map(torch.device, self._layout.devices_of(self._control.rank))):
-            part, traced, tensors, sizes = self._begin(inputs)
+            part, traced, mini_batch = self._begin(inputs)
+            sizes = mini_batch.sizes
             if sizes[-1] == 1:
                 self._refuse_single_samples(sum(sizes))
+            if self._arguments.compile:
+                self._compile(part, mini_batch)
             objective = None
             if part.has_last:
                 of_samples = _placed("targets", targets, self._layout.devices[-1])
@@ -190,20 +210,20 @@ class Pipeline:
                 pieces = [
                     as_value(piece, not isinstance(targets, torch.Tensor)) for piece in split_all(of_samples, sizes)
                 ]
-                shares = [size / sum(sizes) if reduction == "mean" else 1.0 for size in sizes]
+                shares = [size / mini_batch.samples if reduction == "mean" else 1.0 for size in sizes]
                 objective = _MiniBatchLoss(loss, pieces, shares, _in_tuple(traced.costs))
-            self._run(part, part.spec.schedule(len(sizes)), sizes, tensors, objective)
+            self._run(part, part.spec.schedule(len(sizes)), mini_batch, objective)
         self.steps += 1
-        return self._of_last(None if objective is None else objective.total())
+        return self._sum_of_last(None if objective is None else objective.total())
 
     def forward(self, inputs: Values | None) -> Any:
         """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
         that of the last stage, and `inputs` may be None in all but the first. `pipeline(inputs)` is the same."""
         self._require(training=False)
-        part, traced, tensors, sizes = self._begin(inputs)
+        part, traced, mini_batch = self._begin(inputs)
         objective = _Outputs() if part.has_last else None
-        self._run(part, forward_only(self._arguments.partitions, len(sizes)), sizes, tensors, objective)
+        self._run(part, forward_only(self._arguments.partitions, len(mini_batch.sizes)), mini_batch, objective)
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
         if objective is None:
             return None
@@ -312,7 +332,11 @@ class Pipeline:
     def _trace(self, inputs: Boundary) -> TracedModel:
         """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError as `trace_layers`."""
         if inputs not in self._traced:
-            costs, evaluation = (trace_layers(self._model, inputs, training=mode) for mode in (True, False))
+            trace = partial(
+                trace_layers, self._model, inputs, computed_in=COMPUTED_IN[self._arguments.precision],
+                device="cpu" if self._layout.on_cpu else TYPE,
+            )  # fmt: skip
+            costs, evaluation = (trace(training=mode) for mode in (True, False))
             shared = (*self._shared, *find_read(costs, evaluation))
             self._traced[inputs] = TracedModel(costs, evaluation, shared)
         return self._traced[inputs]
@@ -341,7 +365,9 @@ class Pipeline:
             ),
             recompute=arguments.recompute,
             layout=layout,
-            graphs="auto" if arguments.graphs else False,
+            precision=arguments.precision,
+            compile=arguments.compile,
+            graphs=arguments.graphs,
         )
         devices = {name: torch.device(layout.devices[k]) for k in self._here for name in spec.layer_names[k]}
         self._module = _named(self._module, devices)
@@ -349,15 +375,18 @@ class Pipeline:
         self._spec = spec
         return spec
 
-    def _begin(self, inputs: Values | None) -> tuple[PipelinePart, TracedModel, Tensors | None, tuple[int, ...]]:
-        """This process's part, the costs of layers for such inputs, the inputs on the first device, and the sizes of
-        micro-batches. The part is made, or fitted to the shapes of these inputs."""
+    def _begin(self, inputs: Values | None) -> tuple[PipelinePart, TracedModel, "_MiniBatch"]:
+        """This process's part, made or fitted to the shapes of these inputs; the costs of layers for them; and the
+        inputs of this pipeline on its first device."""
         tensors = _placed("inputs", inputs, self._layout.devices[0]) if 0 in self._here else None
         shapes_and_samples = None if tensors is None else (as_boundary(tensors), len(tensors[0]))
-        shapes, samples = self._control.collect(shapes_and_samples)[0]
-        sizes = micro_batch_sizes(samples, self._arguments.micro_batches)
+        of_replicas = self._control.collect(shapes_and_samples)[:: self._layout.of_pipeline]
+        sizes = [micro_batch_sizes(samples, self._arguments.micro_batches) for _, samples in of_replicas]
+        replica = self._layout.replica
+        shapes, samples = of_replicas[replica]
+        mini_batch = _MiniBatch(tensors, shapes, sizes[replica], sum(map(len, sizes[:replica])), sum(map(sum, sizes)))
         if self._part is not None and self._groups is None:  # without messages shapes need not be known
-            return self._part, next(iter(self._traced.values())), tensors, sizes
+            return self._part, next(iter(self._traced.values())), mini_batch
         traced = self._trace(shapes)
         spec = self._spec or self._cut(traced, samples)
         balance = [len(names) for names in spec.layer_names]
@@ -368,8 +397,17 @@ class Pipeline:
                 replace(spec, training_boundaries=in_training, evaluation_boundaries=in_evaluation)
             )
             self.train(self.training)
+            if self._part.replicas is not None:
+                parameters = dict(self._module.named_parameters())
+                _refuse_different(self._part.replicas, parameters, "build all replicas from the same seed")
         self._part.boundaries.change(in_training, in_evaluation)
-        return self._part, traced, tensors, sizes
+        return self._part, traced, mini_batch
+
+    def _compile(self, part: PipelinePart, mini_batch: "_MiniBatch") -> None:
+        shapes, sizes = mini_batch.shapes, set(mini_batch.sizes)
+        missing = {size for size in sizes if (shapes, size) not in self._compiled}
+        part.compile(shapes, sorted(missing))
+        self._compiled |= {(shapes, size) for size in missing}
 
     def _build(self, spec: PipelineCut) -> PipelinePart:
         process, groups = self._control.rank, self._groups
@@ -395,41 +433,43 @@ class Pipeline:
         self._takes_single_samples = True
 
     def _run(
-        self,
-        part: PipelinePart,
-        schedule: Schedule,
-        sizes: Sequence[int],
-        inputs: Tensors | None,
-        objective: Objective | None,
+        self, part: PipelinePart, schedule: Schedule, mini_batch: "_MiniBatch", objective: Objective | None
     ) -> None:
+        replicas = part.replicas if schedule.trains else None
+        summed: list[nn.Parameter] = []  # whose gradients are replaced by sums, instead of being added to
+        if schedule.trains:
+            summed = list(part.tied.parameters) if replicas is None else list(self.parameters())
+        # a replayed graph adds to the memory that the last step's gradient has
+        earlier_gradients = [
+            parameter.grad.clone() if part.uses_graphs and parameter.grad is not None else parameter.grad
+            for parameter in summed
+        ]
+        for parameter in summed:
+            parameter.grad = None
         try:
-            tied = part.tied.parameters if schedule.trains else []
-            # a replayed graph adds to the memory that the last step's gradient has
-            earlier_gradients = [
-                parameter.grad.clone() if part.uses_graphs and parameter.grad is not None else parameter.grad
-                for parameter in tied
-            ]
-            for parameter in tied:
-                parameter.grad = None
-            part.executor.run(schedule, self.steps, sizes, inputs, objective)
-            if schedule.trains:
-                part.tied.add_up()
-                if part.uses_graphs:
-                    gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-                    without_negative_zeros(gradients)
-            for parameter, earlier in zip(tied, earlier_gradients, strict=True):
-                if earlier is not None:
-                    parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+            recording = part.executor.run(
+                schedule, self.steps, mini_batch.sizes, mini_batch.inputs, objective,
+                first_micro_batch=mini_batch.first_micro_batch, replicas=replicas,
+            )  # fmt: skip
         except ActionFailedError as error:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None
             raise
+        if not schedule.trains:
+            return
+        part.sum_gradients(recording)
+        if replicas is not None and self.steps == 0:
+            remedy = "a layer changes it by the samples of its own replica; use replicas=1"
+            _refuse_different(replicas, dict(self._module.named_buffers()), remedy)
+        for parameter, earlier in zip(summed, earlier_gradients, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
-    def _of_last(self, value: torch.Tensor | None) -> torch.Tensor:
-        """The value that the process of the last stage has, in every process."""
+    def _sum_of_last(self, value: torch.Tensor | None) -> torch.Tensor:
+        """The sum over replicas of the values that the processes of the last stage have, in every process."""
         if self._control.size > 1:
             values = self._control.collect(None if value is None else value.cpu())
-            value = values[self._layout.process_of_stage[-1]]
+            value = sum(values[self._layout.process_of_stage[-1] :: self._layout.of_pipeline])
         assert value is not None
         return value
 
@@ -438,6 +478,17 @@ class Pipeline:
             call, other = ("step", "train") if training else ("forward", "eval")
             mode = "training" if self.training else "evaluation"
             raise InputError(f"{call}: the pipeline is in {mode} mode; call pipeline.{other}() before")
+
+
+@dataclass(frozen=True)
+class _MiniBatch:
+    """What one pipeline is given of a mini-batch."""
+
+    inputs: Tensors | None  # only in the process of the first stage
+    shapes: Boundary
+    sizes: tuple[int, ...]  # samples of each micro-batch
+    first_micro_batch: int  # its number among those of all replicas
+    samples: int  # of all replicas
 
 
 @dataclass
@@ -503,6 +554,17 @@ def _sample_dimension(tensor: BoundaryTensor) -> int:
             "cannot be joined over micro-batches; return a tensor in which a single dimension grows with the samples"
         )
     return growing[0]
+
+
+def _refuse_different(replicas: Replicas, tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
+    """Raises InputError for a tensor of this process that has other values in another replica."""
+    floating = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not floating:
+        return
+    norms = torch.stack(list(replicas.gather(norms_of(list(floating.values())))))
+    for name, norms_of_tensor in zip(floating, norms.unbind(1), strict=True):
+        if norms_of_tensor.ne(norms_of_tensor[0]).any():
+            raise InputError(f"replicas={replicas.size}: {name} has other values in another replica; {remedy}")
 
 
 def _named(layers: nn.Sequential, names: Iterable[str]) -> nn.Sequential:

@@ -1,6 +1,6 @@
 """Where the model is cut into stages: before a step is simulated, as what stages hold does not depend on times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +12,7 @@ from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.shared_layers import check_cut, keeping_together
+from gpipe_cli.planner.shared_layers import Shared, check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.planner.step_schedule import mini_batch_samples, schedule_of_file
 from gpipe_cli.schedule.lingvo_partitioner import cut_by_share, cut_stack
@@ -82,18 +82,30 @@ def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layou
     if balance is None and config.partition.method == "lingvo":
         balance = _lingvo_cut(config, profile)
     elif balance is None:
-        for limit in dict.fromkeys((layout.limit_bytes, None)):
-            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(schedule, limit))
-            with suppress(NoCutFitsError):
-                balance = partition(work, config.partitions, **sends, furthest=furthest)
-                break
-        else:  # splits shared layers: refused below
-            balance = partition(work, config.partitions, **sends, furthest=None)
+        limits = [memory.furthest(schedule, limit) for limit in dict.fromkeys((layout.limit_bytes, None))]
+        balance = balanced(work, config.partitions, profile.shared, limits, **sends)
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     return Cut(
         config, profile, costs, layout, tuple(balance), imbalance(work, balance, **sends), schedule, sizes, memory
     )
+
+
+def balanced(
+    work: Sequence[float],
+    partitions: int,
+    shared: Sequence[Shared],
+    limits: Iterable[Sequence[Sequence[int]] | None] = (None,),
+    **sends: Any,
+) -> tuple[int, ...]:
+    """The numbers of layers with which the slowest partition is as fast as possible, where layers that share something
+    stay together. `limits`: the first `furthest` of :func:`partition` that allows a cut counts; `sends` are its
+    arguments of that name. If none allows one, shared layers are split, which `check_cut` refuses."""
+    for furthest in limits:
+        furthest = keeping_together(shared, len(work), partitions, furthest)
+        with suppress(NoCutFitsError):
+            return partition(work, partitions, **sends, furthest=furthest)
+    return partition(work, partitions, **sends)
 
 
 def work_of(costs: StepCosts, *, again: bool) -> list[float]:

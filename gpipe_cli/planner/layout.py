@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import PipelineSettings, TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
@@ -147,6 +147,10 @@ class Layout:
         devices = self.replica_devices[self.replica_of(process)]
         return tuple(dict.fromkeys(devices[stage] for stage in self.stages_of(process)))
 
+    def seen_by(self, process: int) -> "Layout":
+        """This layout, for the pipeline of a process given by its rank in the run."""
+        return replace(self, replica=self.replica_of(process))
+
     def replica_of(self, process: int) -> int:
         """The pipeline that a process belongs to, given by its rank in the run."""
         return process // self.of_pipeline
@@ -159,32 +163,42 @@ class Layout:
 def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
     """The layout of a configuration; `started`: this process, if torchrun started it.
 
-    Raises InputError for missing devices, a number of processes that does not fit the settings, and a `recompute=auto`
-    without a known device memory.
+    Raises InputError as `place_stages`, and for a `recompute=auto` without a known device memory.
     """
-    partitions = config.partitions
-    gpus = number_of_gpus(config)
-    rows = _rows(config, None)
-    _check_stages_per_process(config)
+    layout = place_stages(config, number_of_gpus(config), config.threads, started, here=config.hardware.here)
+    return replace(layout, memory=_memory(config, layout))
+
+
+def place_stages(
+    settings: PipelineSettings, gpus: int, threads: int | None, started: Torchrun | None, *, here: bool = True
+) -> Layout:
+    """The layout, without memory limits, of a run that may use so many GPUs of this machine, in processes of `threads`
+    threads (None: their share of the cores); `here`: the plan is for this machine.
+
+    Raises InputError for missing devices, and for a number of processes that does not fit the settings.
+    """
+    partitions, replicas = settings.partitions, settings.replicas
+    rows = _rows(settings, None)
+    _check_stages_per_process(settings)
     if started is None:
-        processes = _own_processes(config, 1 + max(rows), gpus)
+        processes = _own_processes(settings, 1 + max(rows), gpus)
     else:
-        processes = _torchruns_processes(config, 1 + max(rows), started)
+        processes = _torchruns_processes(settings, 1 + max(rows), started)
     process_of_stage = (0,) * partitions
     if processes > 1:
-        process_of_stage = rows = rows if processes == 1 + max(rows) else _rows(config, processes)
+        process_of_stage = rows = rows if processes == 1 + max(rows) else _rows(settings, processes)
     if gpus == 0:
-        devices = (("cpu",) * partitions,) * config.replicas
-    elif processes == 1 and started is None and gpus >= config.replicas:
-        rows, devices = _gpus_of_one_process(config, rows, gpus // config.replicas)
+        devices = (("cpu",) * partitions,) * replicas
+    elif processes == 1 and started is None and gpus >= replicas:
+        rows, devices = _gpus_of_one_process(settings, rows, gpus // replicas)
     else:
-        devices = _gpu_of_each_process(config, process_of_stage, gpus, started)
-    threads = config.threads or own_threads(processes * config.replicas)
-    layout = Layout(devices, process_of_stage, rows, threads, 0, config.hardware.here, started)
-    at_once = (1 + max(layout.device_of_stage)) * config.replicas
+        devices = _gpu_of_each_process(settings, process_of_stage, gpus, started)
+    threads = threads or own_threads(processes * replicas)
+    layout = Layout(devices, process_of_stage, rows, threads, 0, here, started)
+    at_once = (1 + max(layout.device_of_stage)) * replicas
     if layout.shares_cores and layout.processes > 1:
         at_once = min(at_once, max(1, usable_cores() // threads))
-    return replace(layout, at_once=at_once, memory=_memory(config, layout))
+    return replace(layout, at_once=at_once)
 
 
 def own_threads(processes: int) -> int:
@@ -228,83 +242,83 @@ def _stages_of_a_device(layout: Layout) -> int:
     return per_process * (layout.started.here if layout.on_cpu else 1)
 
 
-def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
+def _rows(settings: PipelineSettings, places: int | None) -> tuple[int, ...]:
     """The row of each stage, in a pipeline of `places` rows (None: as many as `stages_per_process` gives), by the
     placement or as in the schedule's file.
 
     Raises RefusedError if `interleaved` cannot give all rows equally many stages.
     """
-    partitions, per_process = config.partitions, config.stages_per_process
-    if config.schedule_is_file:
-        return schedule_of_file(config).row_of_stage
-    if config.placement_is_file:
-        return placement_of_file(config)
+    partitions, per_process = settings.partitions, settings.stages_per_process
+    if settings.schedule_is_file:
+        return schedule_of_file(settings).row_of_stage
+    if settings.placement_is_file:
+        return placement_of_file(settings)
     if places is None:
-        places = _order(config).devices(partitions, per_process)
-    if config.schedule == "interleaved" and partitions % places:
+        places = _order(settings).devices(partitions, per_process)
+    if settings.schedule == "interleaved" and partitions % places:
         why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
         raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}{-(-partitions // places) * places}")
-    placement = placement_of(config)
+    placement = placement_of(settings)
     if placement == "neighbours" and per_process is not None and places == -(-partitions // per_process):
         return tuple(stage // per_process for stage in range(partitions))
     return place(placement, partitions, places)
 
 
-def _order(config: TrainConfig) -> Order:
-    return ORDERS.get(config.schedule, Order())
+def _order(settings: PipelineSettings) -> Order:
+    return ORDERS.get(settings.schedule, Order())
 
 
-def placement_of(config: TrainConfig) -> PlacementName:
+def placement_of(settings: PipelineSettings) -> PlacementName:
     """The placement that the settings name, or that suits the schedule. A file has no name: `_rows` reads it."""
-    given = config.placement or _order(config).placement
-    default = "looped" if config.schedule == AUTO_SCHEDULE else "neighbours"
+    given = settings.placement or _order(settings).placement
+    default = "looped" if settings.schedule == AUTO_SCHEDULE else "neighbours"
     return given or default  # type: ignore[return-value]  # the settings were checked
 
 
-def _fixes_rows(config: TrainConfig) -> str | None:
+def _fixes_rows(settings: PipelineSettings) -> str | None:
     """The setting that itself says how many devices there are, if any does: a file, or a schedule of its own shape."""
-    if config.placement_is_file:
+    if settings.placement_is_file:
         return "placement"
-    return "schedule" if config.schedule_is_file or _order(config).placement == "v" else None
+    return "schedule" if settings.schedule_is_file or _order(settings).placement == "v" else None
 
 
-def _check_stages_per_process(config: TrainConfig) -> None:
+def _check_stages_per_process(settings: PipelineSettings) -> None:
     """Raises RefusedError if the other settings leave no room for `stages_per_process`."""
-    partitions, per_process = config.partitions, config.stages_per_process
+    partitions, per_process = settings.partitions, settings.stages_per_process
     if per_process is None:
         return
-    if config.schedule_is_file or config.placement_is_file:
-        given = f"schedule={config.schedule}" if config.schedule_is_file else f"placement={config.placement}"
+    if settings.schedule_is_file or settings.placement_is_file:
+        given = f"schedule={settings.schedule}" if settings.schedule_is_file else f"placement={settings.placement}"
         raise RefusedError("stages_per_process", per_process, f"{given} says it; leave it out")
-    if _order(config).placement == "v" and per_process != 2:
-        raise RefusedError("stages_per_process", per_process, f"schedule={config.schedule} has two; leave it out")
+    if _order(settings).placement == "v" and per_process != 2:
+        raise RefusedError("stages_per_process", per_process, f"schedule={settings.schedule} has two; leave it out")
     if per_process > partitions:
         use = f"use stages_per_process={partitions}, or partitions={per_process} or more"
         raise RefusedError(
             "stages_per_process", per_process, f"a pipeline has only {plural(partitions, 'stage')}; {use}"
         )
-    if config.executor == "in_process" and placement_of(config) == "neighbours":
+    if settings.executor == "in_process" and placement_of(settings) == "neighbours":
         why = "executor=in_process has all stages in one process; leave one of the two out"
         raise RefusedError("stages_per_process", per_process, why)
 
 
-def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
+def _own_processes(settings: PipelineSettings, rows: int, gpus: int) -> int:
     """The number of processes that the command starts for each pipeline."""
-    if config.partitions == 1 or config.executor == "in_process":
+    if settings.partitions == 1 or settings.executor == "in_process":
         return 1
-    if config.stages_per_process is not None or _fixes_rows(config):
+    if settings.stages_per_process is not None or _fixes_rows(settings):
         return rows
-    return min(rows, max(1, gpus // config.replicas)) if gpus else rows
+    return min(rows, max(1, gpus // settings.replicas)) if gpus else rows
 
 
-def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> int:
+def _torchruns_processes(settings: PipelineSettings, rows: int, started: Torchrun) -> int:
     """The number of processes that each pipeline gets of those that torchrun started. Raises InputError if they do not
     fit the settings."""
-    partitions, replicas, per_process = config.partitions, config.replicas, config.stages_per_process
+    partitions, replicas, per_process = settings.partitions, settings.replicas, settings.stages_per_process
     cause = f"torchrun started {started.processes} processes"
     if started.processes % replicas:
         raise RefusedError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
-    if config.executor == "in_process" and started.processes > replicas:
+    if settings.executor == "in_process" and started.processes > replicas:
         raise InputError(f"executor=in_process: {cause}; start one for each replica, or leave executor out")
     if started.processes > partitions * replicas:
         raise InputError(
@@ -314,29 +328,31 @@ def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> i
     processes = started.processes // replicas
     if per_process is not None and processes != rows:
         raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
-    if (setting := _fixes_rows(config)) and 1 < processes != rows:
+    if (setting := _fixes_rows(settings)) and 1 < processes != rows:
         why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
-        raise RefusedError(setting, getattr(config, setting), why)
+        raise RefusedError(setting, getattr(settings, setting), why)
     return processes
 
 
 _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
-def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], gpu_count: int) -> tuple[tuple[int, ...], _Devices]:
+def _gpus_of_one_process(
+    settings: PipelineSettings, rows: Sequence[int], gpu_count: int
+) -> tuple[tuple[int, ...], _Devices]:
     """The row and the devices of each stage, if every pipeline has a single process, which drives `gpu_count` GPUs."""
-    if config.stages_per_process is None and not _fixes_rows(config):
-        rows = _rows(config, min(gpu_count, 1 + max(rows)))
+    if settings.stages_per_process is None and not _fixes_rows(settings):
+        rows = _rows(settings, min(gpu_count, 1 + max(rows)))
     used_gpus = min(gpu_count, 1 + max(rows))
     gpus = [row * used_gpus // (1 + max(rows)) for row in rows]
-    return tuple(rows), tuple(tuple(f"{TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(config.replicas))
+    return tuple(rows), tuple(tuple(f"{TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(settings.replicas))
 
 
 def _gpu_of_each_process(
-    config: TrainConfig, process_of_stage: Sequence[int], gpus: int, started: Torchrun | None
+    settings: PipelineSettings, process_of_stage: Sequence[int], gpus: int, started: Torchrun | None
 ) -> _Devices:
     """The devices of each stage, if every process has a GPU of its own. Raises InputError if there are too few."""
-    partitions, replicas = config.partitions, config.replicas
+    partitions, replicas = settings.partitions, settings.replicas
     processes = 1 + max(process_of_stage)
     processes_here = processes * replicas if started is None else started.here
     # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
@@ -344,11 +360,11 @@ def _gpu_of_each_process(
     if gpus < processes_here and not own_gpu_only:
         needs = f"{plural(processes_here, 'process')} need a GPU each and there are {gpus}"
         if replicas > gpus:
-            raise RefusedError("replicas", replicas, f"{needs}; use replicas={gpus} or device=cpu")
+            raise RefusedError("replicas", replicas, f"{needs}; use replicas={gpus} or {settings.ON_CPU}")
         fewer = f"stages_per_process={-(-partitions * replicas // gpus)}, executor=in_process"
         raise InputError(
             f"partitions={partitions}: {needs}; use "
-            f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
+            f"{fewer if started is None else f'--nproc-per-node={gpus}'} or {settings.ON_CPU}"
         )
     # under torchrun a process knows only its own GPU, numbered from 0 per machine, or per process if it sees no other
     local_ranks = {} if started is None else {started.rank: started.local_rank}

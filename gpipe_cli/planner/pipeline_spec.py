@@ -101,10 +101,6 @@ class PipelineSpec(PipelineCut):
         """This spec on other devices."""
         return replace(self, layout=replace(self.layout, replica_devices=replica_devices))
 
-    def of_replica(self, replica: int) -> "PipelineSpec":
-        """This spec for another of the R pipelines."""
-        return replace(self, layout=replace(self.layout, replica=replica))
-
 
 def make_pipeline_spec(
     config: TrainConfig, profile: ModelProfile | None = None, started: Torchrun | None = None

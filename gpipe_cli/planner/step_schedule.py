@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import PipelineSettings, TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.schedule.dependencies import ScheduleError, check
 from gpipe_cli.schedule.schedule import Recompute, Schedule, with_recomputation
@@ -34,25 +34,25 @@ def refuse_files(config: TrainConfig) -> None:
         placement_of_file(config)
 
 
-def schedule_of_file(config: TrainConfig) -> Schedule:
+def schedule_of_file(settings: PipelineSettings) -> Schedule:
     """The schedule in the file that `schedule` names. Raises RefusedError if it does not fit the other settings."""
     try:
-        schedule = read_schedule(config.schedule, config.partitions, config.micro_batches)
+        schedule = read_schedule(settings.schedule, settings.partitions, settings.micro_batches)
     except ScheduleError as error:
-        raise RefusedError("schedule", config.schedule, error.what, error.drawn) from None
-    if config.compile and schedule.split:
-        why = f"schedule={config.schedule} cuts backwards in two, and compiled code cannot be cut"
+        raise RefusedError("schedule", settings.schedule, error.what, error.drawn) from None
+    if settings.compile and schedule.split:
+        why = f"schedule={settings.schedule} cuts backwards in two, and compiled code cannot be cut"
         raise RefusedError("compile", True, f"{why}; use compile=false")
     return schedule
 
 
-def placement_of_file(config: TrainConfig) -> tuple[int, ...]:
+def placement_of_file(settings: PipelineSettings) -> tuple[int, ...]:
     """The device of each stage, by the file that `placement` names. Raises RefusedError if it does not fit."""
-    assert config.placement is not None
+    assert settings.placement is not None
     try:
-        return read_placement(config.placement, config.partitions)
+        return read_placement(settings.placement, settings.partitions)
     except ScheduleError as error:
-        raise RefusedError("placement", config.placement, error.what) from None
+        raise RefusedError("placement", settings.placement, error.what) from None
 
 
 @lru_cache(maxsize=16)  # they can be large

@@ -1,9 +1,8 @@
 """The stages of the pipeline in this process, with what training adds to them: optimizers and weight averages."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -15,11 +14,9 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
-from gpipe_cli.pipeline.runtime.compilation import Compiled
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.tied_weights import share_memory, trained_parameters
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
@@ -50,7 +47,6 @@ class Engine(PipelinePart):
     averages: dict[int, WeightAverage]
     # stage -> name -> parameter, in global order; a tied weight has its name in every stage, that of its first use
     parameters: dict[int, dict[str, nn.Parameter]]
-    replicas: Replicas | None  # None if there is only one pipeline
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of this process's parameters in global order; parameters without gradient are left out."""
@@ -69,13 +65,6 @@ class Engine(PipelinePart):
         """Set the share of all training steps that is done, 0 to 1, in every stage (for scheduled drop-path)."""
         for stage in self.stages.values():
             set_progress(stage.module, share)
-
-    def compile(self, sizes: Iterable[int]) -> Compiled:
-        """Compile all layers of this process for micro-batches of `sizes` samples; returns what was compiled."""
-        before = Compiled.so_far()
-        for samples, (k, stage) in product(sizes, self.stages.items()):
-            stage.compile(self.spec.stage_inputs(k), samples, self.spec.lengths)
-        return Compiled.so_far() - before
 
     @contextmanager
     def evaluating(self, *, averages: bool) -> Iterator[None]:
@@ -110,17 +99,13 @@ def build_engine(
     Frozen parameters are in no optimizer; the optimizer of a stage without trainable parameters is None.
     """
     process = control.rank
-    spec = spec.of_replica(spec.layout.replica_of(process))
+    spec = replace(spec, layout=spec.layout.seen_by(process))
     model, whole = build_model(config, pretrained=pretrained), real_model(config, pretrained=pretrained)
     freeze(model, spec.frozen)
     stages = {
         index: build_stage(spec, index, build_layers(config, spec, index, model, whole), config.seed)
         for index in spec.layout.stages_of(process)
     }
-    replicas = None
-    if groups is not None and groups.replicas:
-        replicas = Replicas(groups.replicas, spec.layout.replicas, groups.links.waits)
-        replicas.connect(groups.links.connect_seconds)
     parameters = {k: trained_parameters(stage.module, spec.ties) for k, stage in stages.items()}
     return Engine(
         **vars(build_part(spec, stages, process, groups, on_action)),
@@ -132,7 +117,6 @@ def build_engine(
         },
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
-        replicas=replicas,
     )
 
 

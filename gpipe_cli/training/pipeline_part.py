@@ -1,16 +1,23 @@
 """A process's part of a pipeline, built from the pipeline's cut: for a run (`engine.py`), or for a user's own program
 (`library/`)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, product
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS
+from gpipe_cli.assembly.optimizer import gradients_of
 from gpipe_cli.distributed.process_groups import ProcessGroups
+from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.runtime.compilation import Compiled
 from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
+from gpipe_cli.pipeline.runtime.recording import Recording
+from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights
@@ -28,6 +35,7 @@ class PipelinePart:
     executor: Executor
     boundaries: Boundaries  # what the transport reads at every step: changed where inputs have other shapes
     tied: TiedWeights
+    replicas: Replicas | None  # None if there is only one pipeline
 
     @property
     def has_first(self) -> bool:
@@ -49,6 +57,37 @@ class PipelinePart:
     def last_device(self) -> torch.device:
         return torch.device(self.spec.layout.devices[-1])
 
+    def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> Compiled:
+        """Compile all layers of this process for micro-batches of `sizes` samples of which the first layer is given
+        `inputs`; returns what was compiled. Raises RefusedError, which names the layer that does not compile."""
+        before = Compiled.so_far()
+        for samples, (k, stage) in product(sizes, self.stages.items()):
+            given = inputs_of(self.boundaries.training, k) if k else inputs
+            stage.compile(given, samples, lengths)
+        return Compiled.so_far() - before
+
+    def sum_gradients(self, recording: Recording) -> None:
+        """After the last action of a step: wait for the sums of gradients over replicas, and add up those of tied
+        weights over their uses."""
+        clocks = self.executor.recorder.clocks
+        adding = set(self.stages) if self.replicas is not None else self.tied.waiting
+        waits = {k: clocks[k].now() for k in adding}
+        if self.replicas is not None:
+            self.replicas.finish()
+        self.tied.add_up()
+        if self.uses_graphs:
+            for stage in self.stages.values():
+                _remove_negative_zeros(gradients_of(stage.module.parameters()))
+        for k in adding:
+            recording.added_up(k, waits[k], clocks[k].now())
+
+
+def _remove_negative_zeros(gradients: Sequence[torch.Tensor]) -> None:
+    """Graphs add every gradient to zeros, so that none is -0.0: the same where stages launch kernel by kernel."""
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
+    for _, group in groupby(dense, key=attrgetter("device")):
+        torch._foreach_add_(list(group), 0.0)
+
 
 def build_part(
     spec: PipelineCut,
@@ -58,7 +97,7 @@ def build_part(
     on_action: OnAction = ignore_action,
 ) -> PipelinePart:
     """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those of
-    other processes."""
+    other processes, and of other replicas."""
     layout = spec.layout
     number = process % layout.of_pipeline
     device = torch.device(layout.device_of(process))
@@ -68,12 +107,16 @@ def build_part(
         transport = LocalTransport([*map(torch.device, layout.devices)], boundaries)
     else:
         transport = P2PTransport(number, layout.process_of_stage, groups.links, boundaries, device)
+    replicas = None
+    if groups is not None and groups.replicas:
+        replicas = Replicas(groups.replicas, layout.replicas, groups.links.waits)
+        replicas.connect(groups.links.connect_seconds)
     tied = TiedWeights(spec.ties, spec.stages_of_ties, stages, number, layout.process_of_stage)
     if groups is not None and groups.tied:
         tied = replace(tied, groups=groups.tied, links=groups.links)
         tied.connect(device, groups.links.connect_seconds)
     executor = Executor(stages, layout.device_of_stage, transport, on_action)
-    return PipelinePart(spec, stages, executor, boundaries, tied)
+    return PipelinePart(spec, stages, executor, boundaries, tied, replicas)
 
 
 def build_stage(spec: PipelineCut, index: int, layers: nn.Sequential, run_seed: int) -> Stage:

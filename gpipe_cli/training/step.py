@@ -104,16 +104,7 @@ def compute_gradients(
         stage.counter.on = counts
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
     recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
-    clocks = engine.executor.recorder.clocks
-    adding = set(engine.stages) if replicas is not None else engine.tied.waiting
-    waits = {k: clocks[k].now() for k in adding}
-    if replicas is not None:
-        replicas.finish()
-    engine.tied.add_up()
-    if engine.uses_graphs:
-        without_negative_zeros(engine.gradients())
-    for k in adding:
-        recording.added_up(k, waits[k], clocks[k].now())
+    engine.sum_gradients(recording)
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.spec.layout.devices[k])
@@ -274,13 +265,6 @@ def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
     by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
     stacks = [torch.stack(list(norms)).double() for _, norms in by_device]
     return torch.cat([stack.to(stacks[0].device, non_blocking=True) for stack in stacks])
-
-
-def without_negative_zeros(gradients: list[torch.Tensor]) -> None:
-    """Graphs add every gradient to zeros, so that none is -0.0: the same where stages launch kernel by kernel."""
-    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-    for _, group in groupby(dense, key=attrgetter("device")):
-        torch._foreach_add_(list(group), 0.0)
 
 
 def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:

@@ -336,7 +336,7 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     sizes = sorted({size for position in positions for size in batches.share(0, position).sizes})
     began = time.perf_counter()
     with engine.control.waits(Awaited.COMPILER):
-        compiled = engine.compile(sizes)
+        compiled = engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
     parts = engine.control.collect((compiled, time.perf_counter() - began), patient=True)
     return events.LayersCompiled(
         layers=sum(map(len, engine.spec.layer_names)),

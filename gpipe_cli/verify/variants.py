@@ -358,7 +358,8 @@ class _Checking:
         fine_tune(engine, self._source)
         if config.compile:
             with self.control.waits(Awaited.COMPILER):
-                engine.compile(sorted(set(micro_batch_sizes(self._samples, config.micro_batches))))
+                sizes = sorted(set(micro_batch_sizes(self._samples, config.micro_batches)))
+                engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
         engine.set_progress(1.0)  # drop-path as at the end of training: at the beginning it drops nothing
         return engine
 
