@@ -114,10 +114,10 @@ def refuses_values(x: torch.Tensor) -> torch.Tensor:
 class Tracking(nn.Module):
     """Follows the mean of what it sees, as some norms do, in every call; in place or by another tensor."""
 
-    def __init__(self, inplace: bool = True) -> None:
+    def __init__(self, inplace: bool = True, persistent: bool = True) -> None:
         super().__init__()
         self.inplace = inplace
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()), persistent=persistent)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.inplace:

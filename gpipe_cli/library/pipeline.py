@@ -5,6 +5,7 @@ A program for torchgpipe or torch.distributed.pipelining changes a few lines: se
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -54,7 +55,6 @@ from gpipe_cli.planner.shared_layers import check_cut, find_read, find_shared
 from gpipe_cli.schedule.named_schedules import forward_only, order
 from gpipe_cli.schedule.partitioner import check_balance
 from gpipe_cli.schedule.schedule import RecomputeMode, Schedule
-from gpipe_cli.system.accelerator import TYPE
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
 from gpipe_cli.training.step import clip, norms_of
 from gpipe_cli.units import count, plural
@@ -78,7 +78,12 @@ class Pipeline:
 
     Losses, gradients and weights are the same bits for every K, schedule with the same order of backwards, and mode of
     recomputation, with dropout too. Batch norm normalizes each micro-batch; its running statistics are those of the
-    mini-batch. Other buffers that layers change when they run are changed once by each micro-batch, in their order.
+    mini-batch. Other buffers that layers change when they run are changed once by each micro-batch, in their order; what
+    they keep elsewhere, as in attributes, is changed again by a recomputation.
+
+    The layers are traced once for each shape of the inputs. Where a step is not as traced - a tensor between processes
+    has another shape or type, or a tensor requires a gradient that would not come back - it ends with an InputError that
+    names the layer. Inside torch.autocast, layers and the loss compute in its type, and gradients in float32.
 
     Without torchrun, all stages are in this process, and compute on the CPU or on several GPUs. Under torchrun, every
     process runs the same program and has K / processes of the stages, whose layers alone keep their values. The
@@ -153,7 +158,8 @@ class Pipeline:
         self._shared = find_shared(whole, "layers")
         self._model = copied(whole, without_values)  # the whole model on the meta device
         self._module = copied(whole, lambda tensor: tensor)  # the layers of this process
-        self._traced: dict[Boundary, TracedModel] = {}
+        self._computed_in = COMPUTED_IN[precision]  # the type of products, also where the program sets autocast
+        self._traced: dict[tuple[Boundary, torch.dtype | None], TracedModel] = {}
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
         self._takes_single_samples = False  # set once a run has shown that every layer does
@@ -194,7 +200,8 @@ class Pipeline:
             raise RefusedError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
         if inputs is not None and any(tensor.requires_grad for tensor in _checked("inputs", inputs)):
             raise InputError("inputs: require a gradient, which a pipeline does not compute; give inputs.detach()")
-        with keeping_generators(map(torch.device, self._layout.devices_of(self._control.rank))):
+        devices = map(torch.device, self._layout.devices_of(self._control.rank))
+        with keeping_generators(devices), self._own_autocast():
             part, traced, mini_batch = self._begin(inputs)
             sizes = mini_batch.sizes
             if sizes[-1] == 1:
@@ -221,9 +228,10 @@ class Pipeline:
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
         that of the last stage, and `inputs` may be None in all but the first. `pipeline(inputs)` is the same."""
         self._require(training=False)
-        part, traced, mini_batch = self._begin(inputs)
-        objective = _Outputs() if part.has_last else None
-        self._run(part, forward_only(self._arguments.partitions, len(mini_batch.sizes)), mini_batch, objective)
+        with self._own_autocast():
+            part, traced, mini_batch = self._begin(inputs)
+            objective = _Outputs() if part.has_last else None
+            self._run(part, forward_only(self._arguments.partitions, len(mini_batch.sizes)), mini_batch, objective)
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
         if objective is None:
             return None
@@ -331,15 +339,13 @@ class Pipeline:
 
     def _trace(self, inputs: Boundary) -> TracedModel:
         """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError as `trace_layers`."""
-        if inputs not in self._traced:
-            trace = partial(
-                trace_layers, self._model, inputs, computed_in=COMPUTED_IN[self._arguments.precision],
-                device="cpu" if self._layout.on_cpu else TYPE,
-            )  # fmt: skip
+        key = inputs, self._computed_in
+        if key not in self._traced:
+            trace = partial(trace_layers, self._model, inputs, computed_in=self._computed_in, device=self._device_type)
             costs, evaluation = (trace(training=mode) for mode in (True, False))
             shared = (*self._shared, *find_read(costs, evaluation))
-            self._traced[inputs] = TracedModel(costs, evaluation, shared)
-        return self._traced[inputs]
+            self._traced[key] = TracedModel(costs, evaluation, shared)
+        return self._traced[key]
 
     def _cut(self, traced: TracedModel | None, samples: int) -> PipelineCut:
         """Choose the stages, by the costs for mini-batches of `samples` if no balance is given, and keep the layers of
@@ -403,6 +409,20 @@ class Pipeline:
         self._part.boundaries.change(in_training, in_evaluation)
         return self._part, traced, mini_batch
 
+    @property
+    def _device_type(self) -> str:
+        return torch.device(self._layout.devices[0]).type
+
+    @contextmanager
+    def _own_autocast(self) -> Iterator[None]:
+        """Inside, the program's autocast is off; layers and the loss compute in its type, with a cast for each layer,
+        so that results do not depend on the cut (`pipeline/runtime/precision.py`)."""
+        kind = self._device_type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._computed_in = COMPUTED_IN[self._arguments.precision] or dtype
+        with torch.autocast(kind, enabled=False):
+            yield
+
     def _compile(self, part: PipelinePart, mini_batch: "_MiniBatch") -> None:
         shapes, sizes = mini_batch.shapes, set(mini_batch.sizes)
         missing = {size for size in sizes if (shapes, size) not in self._compiled}
@@ -424,7 +444,7 @@ class Pipeline:
         if self._takes_single_samples:
             return
         try:
-            run_shapes(self._model, next(iter(self._traced)))
+            run_shapes(self._model, next(iter(self._traced))[0])
         except InputError as error:
             most = samples // 2
             remedy = f"use micro_batches={most} or fewer, or larger mini-batches" if most else "use larger ones"
@@ -435,6 +455,8 @@ class Pipeline:
     def _run(
         self, part: PipelinePart, schedule: Schedule, mini_batch: "_MiniBatch", objective: Objective | None
     ) -> None:
+        for stage in part.stages.values():
+            stage.compute_in(self._computed_in)
         replicas = part.replicas if schedule.trains else None
         summed: list[nn.Parameter] = []  # whose gradients are replaced by sums, instead of being added to
         if schedule.trains:

@@ -90,6 +90,9 @@ def fault_of(model: Any) -> str:
         why = f"the {kind} has {extras[0]} of its own, and a pipeline runs the layers only"
         return f"{why}; put that into one of the layers"
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            why = f"layer {name} is compiled by TorchScript, and its shapes cannot be traced"
+            return f"{why}; give the module that was scripted, and compile=true for a compiled layer"
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             lazy = f"layer {name} ({type(module).__name__}) has no shapes before its first forward"
             return f"{lazy}, and the cut is made from them; give them, as in nn.Linear(in_features, out_features)"

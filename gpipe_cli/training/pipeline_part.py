@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_actio
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.recording import Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of
+from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of, outputs_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
@@ -101,7 +101,8 @@ def build_part(
     layout = spec.layout
     number = process % layout.of_pipeline
     device = torch.device(layout.device_of(process))
-    boundaries = Boundaries(spec.training_boundaries, spec.evaluation_boundaries, MEMORY_FORMATS[spec.memory_format])
+    memory_format = MEMORY_FORMATS[spec.memory_format]
+    boundaries = Boundaries(spec.training_boundaries, spec.evaluation_boundaries, memory_format, spec.layer_names)
     transport: Transport
     if groups is None or not layout.distributed:
         transport = LocalTransport([*map(torch.device, layout.devices)], boundaries)
@@ -127,6 +128,7 @@ def build_stage(spec: PipelineCut, index: int, layers: nn.Sequential, run_seed: 
         first_layer=spec.first_layers[index],
         inputs=inputs_of(spec.training_boundaries, index),
         evaluation_inputs=inputs_of(spec.evaluation_boundaries, index),
+        outputs=outputs_of(spec.training_boundaries, index),
         device=torch.device(spec.layout.devices[index]),
         run_seed=run_seed,
         memory_format=MEMORY_FORMATS[spec.memory_format],

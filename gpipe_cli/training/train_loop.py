@@ -383,7 +383,7 @@ def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tupl
     """
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
-    with probing(engine.stages.values()) as objections:
+    with probing(engine.stages.values(), engine.spec.layout.replicas) as objections:
         recomputing = build("gpipe", engine.spec.partitions, 1, "always")
         rehearse(engine, MiniBatch(training, epoch, position), recomputing)
     for objection in chain.from_iterable(engine.control.collect(objections)):

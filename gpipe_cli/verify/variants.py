@@ -391,20 +391,25 @@ def layer_of(name: str) -> str:
 
 
 def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
-    """Why another number of micro-batches gives other results; that random numbers are drawn is seen while the layers
-    run."""
+    """Why another number of micro-batches gives other results; that random numbers are drawn, and that layers change
+    buffers, is seen while the layers run."""
     reasons = []
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in layers.modules()):
         reasons.append("batch norm normalizes each micro-batch (paper, section 2.2)")
     before: list[torch.Tensor] = []
+    buffers: list[tuple[torch.Tensor, int]] = []
 
     def begins(layer: nn.Module, inputs: Any) -> None:
         before[:] = [generator.get_state() for generator in generators(device)]
+        buffers[:] = [(buffer, buffer._version) for buffer in layer.buffers()]
 
     def ended(layer: nn.Module, inputs: Any, outputs: Any) -> None:
         after = [generator.get_state() for generator in generators(device)]
         if not all(map(torch.equal, after, before)):
             reasons.append("random numbers, as for dropout, are drawn for each micro-batch")
+        pairs = zip(layer.buffers(), buffers, strict=True)
+        if any(buffer is not earlier or buffer._version != version for buffer, (earlier, version) in pairs):
+            reasons.append("layers change buffers of their own with each micro-batch")
 
     for layer in layers.children():
         layer.register_forward_pre_hook(begins)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import probing
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
@@ -27,12 +26,12 @@ CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
 
 
-def refused(model: nn.Sequential) -> list[str]:
+def refused(model: nn.Sequential, replicas: int = 1) -> list[str]:
     """What is said of its layers, which run a micro-batch and run it again."""
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
     executor = Executor({0: stage}, [0], LocalTransport([CPU]))
-    with probing([stage]) as found:
+    with probing([stage], replicas) as found:
         executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
     return found
 
@@ -56,13 +55,18 @@ class Recurrent(nn.Module):
         (custom_models.draws_elsewhere("random"), "draws from Python's random module"),
         (custom_models.draws_elsewhere("generator"), "gives other values"),
         (with_layers(custom_models.Remembers()), "gives other values"),
-        (with_layers(Recurrent()), "gives other values when it is run again with the same seed: it asks whether"),
-        (with_layers(custom_models.Tracking(inplace=False)), "changes its own seen"),
-        (with_layers(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), "changes its own parametrizations"),
+        (with_layers(custom_models.Tracking(inplace=False)), "changes its own seen when it is run, by another tensor"),
+        (with_layers(custom_models.Tracking(persistent=False)), "changes its own seen when it is run, which no"),
     ],
 )
 def test_a_layer_that_no_recomputation_can_repeat_is_refused(model: nn.Sequential, words: str) -> None:
     assert refused(model)[0].startswith(f"layer 1 {words}")
+
+
+def test_replicas_would_change_buffers_by_other_samples() -> None:
+    complaint, *_ = refused(with_layers(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), replicas=2)
+    assert complaint.startswith("layer 1 changes its own parametrizations")
+    assert "use replicas=1" in complaint
 
 
 def test_layers_that_can_are_left_alone() -> None:
@@ -71,7 +75,8 @@ def test_layers_that_can_are_left_alone() -> None:
     caches.register_buffer("stretched", torch.ones(1).expand(4))
     model = with_layers(
         caches, counts, nn.BatchNorm2d(4), nn.Dropout(0.3), conv, custom_models.Holds(conv),
-        parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), parametrizations.spectral_norm(nn.Conv2d(4, 4, 1)).eval(),
+        parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), parametrizations.spectral_norm(nn.Conv2d(4, 4, 1)),
+        Recurrent(), custom_models.Tracking(),
     )  # fmt: skip
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate()
@@ -94,14 +99,14 @@ def test_a_training_refuses_a_layer_that_changes_its_input(model: str, layer: st
     assert "\n" not in str(refused.value)
 
 
-def test_a_training_refuses_what_a_recomputation_would_count_twice(tmp_path: Path) -> None:
-    """It was trained without a word, with statistics that depended on what was recomputed."""
-    settings = [*CUSTOM, "model.target=custom_models:tracks", "executor=in_process", "partitions=2", "max_steps=1"]
-    with pytest.raises(InputError, match=r"layer 1 changes its own seen.*check_layers=false"):
-        train_here(configure(*settings), tmp_path / "refused")
-    assert not list((tmp_path / "refused").iterdir())
-    train_here(configure(*settings, "check_layers=false"), tmp_path / "as_it_is")
-    assert final_tensors(tmp_path / "as_it_is")["model/1.seen"] != 0
+def test_what_layers_count_in_buffers_counts_once(tmp_path: Path) -> None:
+    """A recomputation counted it twice, without a word."""
+    settings = [*CUSTOM, "model.target=custom_models:tracks", "executor=in_process", "max_steps=2"]
+    train_here(configure(*settings, "partitions=2", "recompute=always"), tmp_path / "recomputed")
+    train_here(configure(*settings, "partitions=1", "recompute=never"), tmp_path / "kept")
+    expected = final_tensors(tmp_path / "kept")
+    assert expected["model/1.seen"] != 0
+    assert_same_tensors(final_tensors(tmp_path / "recomputed"), expected)
 
 
 def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Refuses layers that a recomputation cannot repeat (paper section 2.3), by watching them as a micro-batch runs twice.
 
 A recomputation gives the same bits only if a layer leaves its input unchanged, draws random numbers only from torch's
-generators, and keeps no state between calls; and a tensor that a layer has kept from the meta device has no values, and
-gives whatever lies in memory. A training with such a layer would go wrong without a word.
+generators, and keeps no state between calls but in buffers, which a stage puts back; and a tensor that a layer has kept
+from the meta device has no values, and gives whatever lies in memory. A training with such a layer would go wrong
+without a word.
 """
 
 import random
@@ -25,9 +26,10 @@ from gpipe_cli.system.accelerator import is_accelerator
 
 
 @contextmanager
-def probing(stages: Collection[Stage]) -> Iterator[list[str]]:
+def probing(stages: Collection[Stage], replicas: int) -> Iterator[list[str]]:
     """Inside, the layers of `stages` run a micro-batch, and run it again; the list gets a sentence for each layer that
-    cannot repeat it. Afterwards buffers, gradients, attributes of modules and random generators are as before."""
+    cannot repeat it, or would differ between `replicas`. Afterwards buffers, gradients, attributes of modules and
+    random generators are as before."""
     complaints: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([stage.device for stage in stages if is_accelerator(stage.device)]))
@@ -35,7 +37,7 @@ def probing(stages: Collection[Stage]) -> Iterator[list[str]]:
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
             stack.enter_context(putting_back(stage.module))
-            watch = _Watch(complaints, stage.compiled)
+            watch = _Watch(complaints, stage.compiled, replicas)
             stack.enter_context(watch.reading)
             for name, layer in stage.module.named_children():
                 stack.callback(layer.register_forward_pre_hook(watch.begins, prepend=True).remove)
@@ -46,9 +48,10 @@ def probing(stages: Collection[Stage]) -> Iterator[list[str]]:
 class _Watch:
     """Watches the layers of a stage: compares a layer's state before and after a run, and the outputs of its runs."""
 
-    def __init__(self, complaints: list[str], compiled: bool) -> None:
+    def __init__(self, complaints: list[str], compiled: bool, replicas: int) -> None:
         self._complaints = complaints
         self._compiled = compiled
+        self._replicas = replicas
         self.reading = ExitStack()  # holds a mode while a layer runs
         self._reads = Reads()
         self._before: list[Any] = []  # an entry per running layer, as a layer may run another without torch's knowledge
@@ -81,12 +84,21 @@ class _Watch:
             # Buffers by version, too: converged spectral norm writes equal values until the weights change. Parameters
             # by value only: torch itself writes to them, to bring them together in memory.
             written = tensor._version != version and not isinstance(tensor, nn.Parameter)
-            if written or not same_bits(tensors.get(key, value), value):
-                self._complaints.append(
-                    f"layer {name} changes its own {key} when it is run: micro-batches and recomputations each count; "
-                    "leave that out, or use nn.BatchNorm, whose statistics are deferred"
-                )
-                break
+            if not written and same_bits(tensors.get(key, value), value):
+                continue
+            changes = f"layer {name} changes its own {key} when it is run"
+            if isinstance(tensor, nn.Parameter):
+                self._complaints.append(f"{changes}, which is a parameter, and the optimizer's to change; use a buffer")
+            elif key not in layer.state_dict():
+                self._complaints.append(f"{changes}, which no checkpoint has; register it with persistent=True")
+            elif tensors.get(key) is not tensor:
+                self._complaints.append(f"{changes}, by another tensor; write to it in place, as with copy_")
+            elif self._replicas > 1:
+                why = "in each replica by other samples; use replicas=1, or nn.BatchNorm"
+                self._complaints.append(f"{changes}, {why}")
+            else:
+                continue  # a recomputation begins with the buffer that the forward began with
+            break
         outputs = as_tuple(output)
         first_outputs = self._outputs.pop(name, None)
         if first_outputs is None:
@@ -94,7 +106,7 @@ class _Watch:
         elif not all(map(same_bits, outputs, first_outputs)):
             self._complaints.append(
                 f"layer {name} gives other values when it is run again with the same seed: it asks whether gradients "
-                "are recorded, as nn.LSTM does on a CPU, keeps something between calls, or draws random numbers from "
+                "are recorded, keeps something between calls, or draws random numbers from "
                 "another source than torch's generators; with recompute=never no layer is run again"
             )
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from gpipe_cli.config.typed import with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Pop, Stash, find_skips, popping
 from gpipe_cli.pipeline.profile.carried_skips import with_skips
@@ -449,7 +450,13 @@ def _trace_backward(
             parameters = enumerate(layer.module.parameters())
             tied = tuple(at for at, parameter in parameters if at in tied or id(parameter) in read)
         if (key := (returning, tied)) not in run.backwards:
-            run.backwards[key] = _backward(run, returning, tied, halves_in)
+            try:
+                run.backwards[key] = _backward(run, returning, tied, halves_in)
+            except RuntimeError as error:
+                remedy = "let autograd record all of it; torch.utils.checkpoint does with use_reentrant=False"
+                raise InputError(
+                    f"layer {layer.name} has a backward that cannot be traced ({with_type(error)}); {remedy}"
+                ) from error
         backward = run.backwards[key]
         backwards.append(backward)
         returning = backward.wanted
@@ -596,4 +603,5 @@ def _affine(
     base = [a - slope * first for a, slope in zip(small.shape, per_sample, strict=True)]
     for length, slopes in zip(lengths, per_length, strict=True):
         base = [a - slope * length for a, slope in zip(base, slopes, strict=True)]
-    return BoundaryTensor(tuple(base), per_sample, small.dtype, has_gradient, per_length)
+    unused = small.requires_grad and not has_gradient
+    return BoundaryTensor(tuple(base), per_sample, small.dtype, has_gradient, per_length, unused=unused)

@@ -25,7 +25,8 @@ class BoundaryTensor:
 
     Sentences are padded anew in each mini-batch: `per_length[i]` says how each dimension grows with length number i.
     `in_tuple`: the layer returns a tuple, and the next layer gets a tuple, even of a single tensor. `skip`: the
-    name of a `Stash` that keeps the tensor for a later layer; "" for what the next layer gets.
+    name of a `Stash` that keeps the tensor for a later layer; "" for what the next layer gets. `unused`: the tensor
+    requires a gradient, and gets none, as no later layer makes use of it.
     """
 
     base: tuple[int, ...]
@@ -35,6 +36,11 @@ class BoundaryTensor:
     per_length: tuple[tuple[int, ...], ...] = ()
     in_tuple: bool = False
     skip: str = ""
+    unused: bool = False
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.has_gradient or self.unused
 
     def shape(self, samples: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
         shape = [base + slope * samples for base, slope in zip(self.base, self.per_sample, strict=True)]

@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, OptionalTensors, as_sent, layout_strides
 from gpipe_cli.pipeline.runtime.link import Edge, Links, Work, await_first, wait_for
 from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
@@ -22,6 +23,7 @@ from gpipe_cli.pipeline.runtime.transport import LocalTransport, waiting_for_pee
 from gpipe_cli.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, on_stream
+from gpipe_cli.units import plural
 
 
 class P2PTransport:
@@ -89,23 +91,34 @@ class P2PTransport:
             return
         sent = []
         for tensor, described in zip(tensors, self._boundary(edge), strict=True):
-            if direction is Kind.B and not described.has_gradient:
-                continue
-            if tensor is None:
-                raise ValueError(
-                    f"a tensor that stage {action.stage} received got no gradient, but it did when the model was "
-                    "traced: which inputs a layer uses must not depend on the data"
-                )
-            if tensor.dtype is not described.dtype:
-                raise ValueError(
-                    f"stage {action.stage} hands on {tensor.dtype}, and handed on {described.dtype} when the model was "
-                    "traced: which type a layer returns must not depend on the data"
-                )
-            sent.append(as_sent(tensor.detach(), self._memory_format))
+            self._refuse_other(action, tensor, described)
+            if tensor is not None:
+                sent.append(as_sent(tensor.detach(), self._memory_format))
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
             self._sends.popleft()
         with self._waiting(f"send to process {link.peer}"):
             self._sends.append((sent, link.send(sent)))
+
+    def _refuse_other(self, action: Action, tensor: torch.Tensor | None, described: BoundaryTensor) -> None:
+        """Raises InputError for a tensor that is not as the receiver expects it, by the trace of the model."""
+        names = self._boundaries.layer_names[action.stage] if self._boundaries.layer_names else (f"{action.stage}",) * 2
+        if action.kind.direction is Kind.B:
+            if (tensor is not None) == described.has_gradient:
+                return
+            gets, got = ("a", "none") if tensor is not None else ("no", "one")
+            raise InputError(
+                f"a tensor that layer {names[0]} is given gets {gets} gradient, and got {got} when the model was "
+                "traced: which inputs are used must not depend on the data; use all of them, if only times 0"
+            )
+        assert tensor is not None
+        expected = described.shape(self._sizes[action.micro_batch], self._lengths)
+        if (tensor.shape, tensor.dtype) != (expected, described.dtype):
+            samples = plural(self._sizes[action.micro_batch], "sample")
+            raise InputError(
+                f"layer {names[-1]} returns {tuple(tensor.shape)} of {tensor.dtype} for {samples}, and {expected} of "
+                f"{described.dtype} by the trace of the model, from which the next process knows what it receives; "
+                "sizes must grow evenly with the samples, and types not depend on the data; or use partitions=1"
+            )
 
     def receive(self, action: Action) -> OptionalTensors:
         return self._routes.received(action, partial(self._receive_from, action))

@@ -29,11 +29,12 @@ class Route:
 @dataclass
 class Boundaries:
     """All tensors that cross from each stage to the next, in training and evaluation, skips to later stages among them;
-    images have `memory_format`."""
+    images have `memory_format`. `layer_names` are those of each stage, for messages."""
 
     training: Sequence[Boundary]
     evaluation: Sequence[Boundary]
     memory_format: torch.memory_format = torch.contiguous_format
+    layer_names: Sequence[Sequence[str]] = ()
 
     def __post_init__(self) -> None:
         self.change(self.training, self.evaluation)

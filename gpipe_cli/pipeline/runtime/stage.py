@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Pop, Stash
 from gpipe_cli.pipeline.runtime.boundary import (
     Boundary,
@@ -75,9 +76,10 @@ class Stage:
 
     `module` has these layers under their global names, already on `device`; its batch norms become deferred ones.
     `inputs` describes what other stages send (`routes.py`; empty on the first stage), `evaluation_inputs` what they
-    send in evaluation, if that differs. If neither this stage nor any before it has something to train, it only runs
-    forward: it keeps nothing, and R, B, I and W do nothing. Layers compute in `computed_in` where autocast uses it;
-    `compiled`: in training they run compiled by torch.compile.
+    send in evaluation, if that differs; `outputs` what this stage sends on in training, if it is known. If neither this
+    stage nor any before it has something to train, it only runs forward: it keeps nothing, and R, B, I and W do
+    nothing. Layers compute in `computed_in` where autocast uses it; `compiled`: in training they run compiled by
+    torch.compile.
 
     Raises RefusedError if layers cannot be compiled here, and InputError as `tracking_norms` does.
     """
@@ -90,13 +92,15 @@ class Stage:
         first_layer: int,
         inputs: Boundary,
         evaluation_inputs: Boundary | None = None,
+        outputs: Boundary = (),
         device: torch.device,
         run_seed: int,
         memory_format: torch.memory_format = torch.contiguous_format,
         computed_in: torch.dtype | None = None,
         compiled: bool = False,
     ) -> None:
-        self.index, self.module, self.device, self.inputs, self.compiled = index, module, device, inputs, compiled
+        self.index, self.module, self.device, self.compiled = index, module, device, compiled
+        self.inputs, self._outputs = inputs, outputs
         self.layer_name = self.layer_shapes = ""  # the running layer, for the message if it fails
         in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
         received = [[tensor for tensor in boundary if not tensor.skip] for boundary in (in_evaluation, inputs)]
@@ -105,7 +109,7 @@ class Stage:
         self._skips = [[tensor.skip for tensor in boundary if tensor.skip] for boundary in (in_evaluation, inputs)]
         self._first_layer = first_layer
         self._memory_format = memory_format
-        self._autocast = partial(autocast, device, computed_in)
+        self._computed_in = computed_in
         self.statistics = BatchStatistics()
         self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
         self._objective: Objective | None = None
@@ -121,6 +125,9 @@ class Stage:
             defer_batch_norms(module, self.statistics)
         self._layers = list(module.named_children())
         self._buffers = LayerBuffers(module, self.statistics.norms)
+        self._frozen = [named for named in module.named_parameters() if not named[1].requires_grad]
+        # recurrent layers run other kernels where no graph is recorded, on CPUs, with other bits
+        self._always_records = compiled or any(isinstance(inner, nn.RNNBase) for inner in module.modules())
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
         )
@@ -128,6 +135,12 @@ class Stage:
     def set_training(self, training: bool) -> None:
         """Set training or evaluation mode; frozen modules stay in evaluation mode."""
         set_training(self.module, training)
+
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """From now on, layers compute in `dtype` where autocast uses it; None: in the types of their inputs."""
+        if dtype is not self._computed_in and self.graphs is not None:
+            self.graphs.forget()
+        self._computed_in = dtype
 
     def use_graphs(self, maker: GraphMaker) -> None:
         """From now on, replay actions as graphs where that gives the same bits."""
@@ -145,6 +158,10 @@ class Stage:
         """Called before the first action of a mini-batch. Seeds depend on `step`, which counts mini-batches over the
         whole run, and on a micro-batch's number over all replicas; this pipeline's numbers begin at
         `first_micro_batch`. `actions` are those of this stage in the step."""
+        for name, parameter in self._frozen if self.module.training else ():
+            if parameter.requires_grad:
+                why = "is trained from now on, and was frozen when the pipeline was built"
+                raise InputError(f"{name} {why}; build the pipeline anew")
         assert not self._saved, "a step begins with nothing saved"
         assert not self._deferred, "a step begins with no gradients to compute"
         self._step, self._first_micro_batch = step, first_micro_batch
@@ -170,6 +187,8 @@ class Stage:
                 self._buffers.keeping() if keep is Retain.INPUT else nullcontext(changed) as changed,
             ):
                 leaves, outputs = self._compute(inputs, graph, self._seed(micro_batch))
+                if graph:
+                    self._refuse_new_gradients(outputs)
                 with torch.set_grad_enabled(graph), self._autocast():
                     results = self._close(micro_batch, outputs, observe=True)
             if graph:
@@ -188,6 +207,7 @@ class Stage:
             return
         with self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._buffers.restored(saved.changed):
             leaves, outputs = self._compute(saved.inputs, True, self._seed(micro_batch))
+            self._refuse_new_gradients(outputs)
             with torch.enable_grad(), self._autocast():
                 results = self._close(micro_batch, outputs, observe=False)
         self._keep(micro_batch, _InFlight(leaves, _roots(results)))
@@ -306,7 +326,7 @@ class Stage:
         """
         zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]
         given = tuple(
-            in_layout(tensor, self._memory_format).requires_grad_(described.has_gradient)
+            in_layout(tensor, self._memory_format).requires_grad_(described.requires_grad)
             for tensor, described in zip(zeros, inputs, strict=True)
         )
         given, skips = self._apart(given)
@@ -342,7 +362,7 @@ class Stage:
         if not self.inputs:
             return inputs
         pairs = zip(inputs, self.inputs, strict=True)
-        return tuple(tensor.detach().requires_grad_(described.has_gradient) for tensor, described in pairs)
+        return tuple(tensor.detach().requires_grad_(described.requires_grad) for tensor, described in pairs)
 
     def _seed_of(self, micro_batch: int, place: int) -> int:
         """The seed of the layer at `place` in this stage."""
@@ -357,9 +377,9 @@ class Stage:
 
     def _compute(self, inputs: Tensors, graph: bool, begin: Callable[[int], None]) -> tuple[Tensors, Tensors]:
         """Run all layers; returns the inputs, as leaves if autograd records a graph, and the outputs. `begin` is
-        called before each layer with its place. Without `graph`, compiled layers record a graph all the same, so that
-        the compiled code is the same as in a recomputation; the graph is dropped layer by layer."""
-        drop = self.compiled and self.module.training and not graph
+        called before each layer with its place. Without `graph`, compiled and recurrent layers record a graph all the
+        same, so that they run the same code as in a recomputation; the graph is dropped layer by layer."""
+        drop = self._always_records and self.module.training and not graph
         with torch.set_grad_enabled(graph or drop), self._autocast():
             leaves = self._leaves(inputs) if graph or drop else inputs
             return leaves, self._run(leaves, begin, drop=drop)
@@ -414,6 +434,21 @@ class Stage:
                 tensor.register_hook(partial(in_layout, memory_format=self._memory_format))
             handed.append(tensor)
         return tuple(handed)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return autocast(self.device, self._computed_in)
+
+    def _refuse_new_gradients(self, outputs: Tensors) -> None:
+        """Raises InputError for an output that requires a gradient, and did not when the model was traced: none would
+        come back."""
+        for tensor, described in zip(outputs, self._outputs, strict=False):
+            if tensor.requires_grad and not described.requires_grad:
+                layer = f"Stash {described.skip}" if described.skip else f"layer {self._layers[-1][0]}"
+                raise InputError(
+                    f"{layer} hands on a tensor {tuple(tensor.shape)} that requires a gradient, and did not when the "
+                    f"model was traced, so that none comes back to stage {self.index}; let the parameters before it "
+                    "take part from the first step on, if only times 0, or build the pipeline anew"
+                )
 
     def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
         """The outputs; on the last stage the loss instead."""

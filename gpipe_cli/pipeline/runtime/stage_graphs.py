@@ -173,7 +173,7 @@ class StageGraphs:
         if self._moves > _MOST_MOVES:
             self.cause = "its weights are replaced between steps"
         if self.cause or moved:
-            self._forget()
+            self.forget()
         self._usable = not self.cause and not hooked
 
     def take(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot | None:
@@ -275,7 +275,7 @@ class StageGraphs:
         self._memory[contents, place] = static.untyped_storage()
         return static
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Free all memory; called between steps, as micro-batches in flight need theirs."""
         self._slots.clear()
         self._pools.clear()
