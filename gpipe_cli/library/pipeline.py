@@ -78,12 +78,12 @@ class Pipeline:
 
     Losses, gradients and weights are the same bits for every K, schedule with the same order of backwards, and mode of
     recomputation, with dropout too. Batch norm normalizes each micro-batch; its running statistics are those of the
-    mini-batch. Other buffers that layers change when they run are changed once by each micro-batch, in their order; what
-    they keep elsewhere, as in attributes, is changed again by a recomputation.
+    mini-batch. Other buffers that layers change when they run are changed once by each micro-batch, in their order;
+    what they keep elsewhere, as in attributes, is changed again by a recomputation.
 
-    The layers are traced once for each shape of the inputs. Where a step is not as traced - a tensor between processes
-    has another shape or type, or a tensor requires a gradient that would not come back - it ends with an InputError that
-    names the layer. Inside torch.autocast, layers and the loss compute in its type, and gradients in float32.
+    The layers are traced once for each shape of the inputs. Where a step is not as traced (a tensor between processes
+    has another shape or type, or a tensor requires a gradient that would not come back), it ends with an InputError
+    that names the layer. Inside torch.autocast, layers and the loss compute in its type, and gradients in float32.
 
     Without torchrun, all stages are in this process, and compute on the CPU or on several GPUs. Under torchrun, every
     process runs the same program and has K / processes of the stages, whose layers alone keep their values. The
