@@ -190,7 +190,8 @@ class Pipeline:
 
         Returns the loss of the mini-batch, without graph: on the device of the last stage; under torchrun in every
         process, on the CPU. There `inputs` may be None except in the process of the first stage (process 0), `targets`
-        except in that of the last stage (the last process; in a V also process 0).
+        except in that of the last stage (the last process; in a V also process 0). Each of several replicas is given
+        samples of its own, and the mean and the loss are over those of all.
 
         Raises InputError for arguments that cannot be used, ActionFailedError if a layer or the loss fails, and
         PeerLostError if another process is lost.
@@ -391,7 +392,8 @@ class Pipeline:
         replica = self._layout.replica
         shapes, samples = of_replicas[replica]
         mini_batch = _MiniBatch(tensors, shapes, sizes[replica], sum(map(len, sizes[:replica])), sum(map(sum, sizes)))
-        if self._part is not None and self._groups is None:  # without messages shapes need not be known
+        knows_shapes = self._groups is not None or self._arguments.compile
+        if self._part is not None and not knows_shapes:  # what is not sent needs no trace
             return self._part, next(iter(self._traced.values())), mini_batch
         traced = self._trace(shapes)
         spec = self._spec or self._cut(traced, samples)
@@ -460,7 +462,7 @@ class Pipeline:
         replicas = part.replicas if schedule.trains else None
         summed: list[nn.Parameter] = []  # whose gradients are replaced by sums, instead of being added to
         if schedule.trains:
-            summed = list(part.tied.parameters) if replicas is None else list(self.parameters())
+            summed = list(dict.fromkeys((*part.tied.parameters, *(() if replicas is None else self.parameters()))))
         # a replayed graph adds to the memory that the last step's gradient has
         earlier_gradients = [
             parameter.grad.clone() if part.uses_graphs and parameter.grad is not None else parameter.grad
