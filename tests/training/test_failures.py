@@ -202,8 +202,8 @@ def test_data_devices_and_ranges_are_looked_at_before_layers(
 
 
 def test_what_one_worker_of_two_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second one has a layer that cannot be pipelined."""
-    model = ["model=custom", "model.target=custom_models:tracks", "partition.balance=[1,4]"]
+    """The second has a layer that cannot be pipelined."""
+    model = ["model=custom", "model.target=custom_models:halves_unseen", "partition.balance=[1,4]"]
     assert command("train", *TINY[2:], "dataset.image_size=8", *model, "partitions=2") == 2
     refused_in_one_line(capsys, tmp_path, "model=custom")
 
