@@ -39,6 +39,7 @@ class Arguments(PipelineSettings):
     schedule: Literal[SCHEDULES]  # type: ignore[valid-type]
     recompute: RecomputeMode
     precision: Literal["float32", "bfloat16"]
+    graphs: bool
     balance: tuple[Count, ...] | None
     devices: tuple[str, ...] | None
 
@@ -57,6 +58,8 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
     threads = torch.get_num_threads()
     if arguments.devices is None:
         return place_stages(arguments, gpus, threads, started)
+    if not arguments.devices:
+        raise RefusedError("devices", [], "there is none; give at least one, such as devices=['cpu'], or leave it out")
     devices = [_known_device(name, gpus) for name in arguments.devices]
     if "cpu" in devices and {*devices} != {"cpu"}:
         raise RefusedError("devices", devices, "has the CPU beside GPUs; give one kind")
@@ -74,7 +77,7 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
 
 def _known_device(name: str, gpus: int) -> str:
     device_names = ["cpu", *(f"{TYPE}:{number}" for number in range(gpus))]
-    name = f"{TYPE}:0" if name == TYPE else name
+    name = {TYPE: f"{TYPE}:0", "cpu:0": "cpu"}.get(name, name)
     if name not in device_names:
         raise RefusedError("devices", [name], f"there is no such device here; there are {', '.join(device_names)}")
     return name

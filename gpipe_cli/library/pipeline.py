@@ -119,7 +119,8 @@ class Pipeline:
                 on. Under torchrun, it or `balance` is required.
             partitions: K, at most as many as layers.
             micro_batches: M. A mini-batch need not be a multiple of it.
-            schedule: gpipe, the paper's; 1f1b, interleaved, zero_bubble, zbv, v_half or v_min.
+            schedule: gpipe, the paper's; 1f1b, zero_bubble, interleaved, for two stages or more on each device, and
+                zbv, v_half or v_min, for two.
             recompute: which micro-batches are recomputed before their backward: always, except_last (all but those
                 whose backward follows at once), never.
             balance: the number of layers of each partition; None: chosen so that the slowest partition is as fast as
@@ -139,6 +140,7 @@ class Pipeline:
         TimeoutError if other processes do not come.
         """
         started = torchrun()
+        devices = [devices] if isinstance(devices, str) else devices
         given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
                  "balance": None if balance is None else list(balance), "seed": seed, "graphs": graphs,
                  "devices": None if devices is None else [*map(str, devices)], "precision": precision,
@@ -163,7 +165,8 @@ class Pipeline:
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
         self._takes_single_samples = False  # set once a run has shown that every layer does
-        self._compiled = set[tuple[Boundary, int]]()  # shapes of inputs, and sizes of micro-batches
+        self._compiled = set[tuple[Boundary, int, torch.dtype | None]]()  # shapes of inputs, sizes, and `_computed_in`
+        self._replicas_agree = False  # set once the buffers of replicas have been compared after a step
         inputs = None if example is None else _checked("example", example)
         traced = None if inputs is None else self._trace(as_boundary(inputs))
         self._control, self._groups = connect(self._layout)
@@ -204,6 +207,7 @@ class Pipeline:
         devices = map(torch.device, self._layout.devices_of(self._control.rank))
         with keeping_generators(devices), self._own_autocast():
             part, traced, mini_batch = self._begin(inputs)
+            part.compute_in(self._computed_in)
             sizes = mini_batch.sizes
             if sizes[-1] == 1:
                 self._refuse_single_samples(sum(sizes))
@@ -231,6 +235,7 @@ class Pipeline:
         self._require(training=False)
         with self._own_autocast():
             part, traced, mini_batch = self._begin(inputs)
+            part.compute_in(self._computed_in)
             objective = _Outputs() if part.has_last else None
             self._run(part, forward_only(self._arguments.partitions, len(mini_batch.sizes)), mini_batch, objective)
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
@@ -342,7 +347,9 @@ class Pipeline:
         """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError as `trace_layers`."""
         key = inputs, self._computed_in
         if key not in self._traced:
-            trace = partial(trace_layers, self._model, inputs, computed_in=self._computed_in, device=self._device_type)
+            # within a process, the types between layers need not be known
+            computed_in = self._computed_in if self._layout.distributed else COMPUTED_IN[self._arguments.precision]
+            trace = partial(trace_layers, self._model, inputs, computed_in=computed_in, device=self._device_type)
             costs, evaluation = (trace(training=mode) for mode in (True, False))
             shared = (*self._shared, *find_read(costs, evaluation))
             self._traced[key] = TracedModel(costs, evaluation, shared)
@@ -426,10 +433,9 @@ class Pipeline:
             yield
 
     def _compile(self, part: PipelinePart, mini_batch: "_MiniBatch") -> None:
-        shapes, sizes = mini_batch.shapes, set(mini_batch.sizes)
-        missing = {size for size in sizes if (shapes, size) not in self._compiled}
-        part.compile(shapes, sorted(missing))
-        self._compiled |= {(shapes, size) for size in missing}
+        needed = {(mini_batch.shapes, size, self._computed_in) for size in mini_batch.sizes}
+        part.compile(mini_batch.shapes, sorted(size for _, size, _ in needed - self._compiled))
+        self._compiled |= needed
 
     def _build(self, spec: PipelineCut) -> PipelinePart:
         process, groups = self._control.rank, self._groups
@@ -457,8 +463,8 @@ class Pipeline:
     def _run(
         self, part: PipelinePart, schedule: Schedule, mini_batch: "_MiniBatch", objective: Objective | None
     ) -> None:
-        for stage in part.stages.values():
-            stage.compute_in(self._computed_in)
+        if schedule.trains:
+            part.refuse_unfrozen()
         replicas = part.replicas if schedule.trains else None
         summed: list[nn.Parameter] = []  # whose gradients are replaced by sums, instead of being added to
         if schedule.trains:
@@ -475,14 +481,17 @@ class Pipeline:
                 schedule, self.steps, mini_batch.sizes, mini_batch.inputs, objective,
                 first_micro_batch=mini_batch.first_micro_batch, replicas=replicas,
             )  # fmt: skip
-        except ActionFailedError as error:
-            if isinstance(error.__cause__, InputError):
+        except BaseException as error:
+            for parameter, earlier in zip(summed, earlier_gradients, strict=True):
+                parameter.grad = earlier
+            if isinstance(error, ActionFailedError) and isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None
             raise
         if not schedule.trains:
             return
         part.sum_gradients(recording)
-        if replicas is not None and self.steps == 0:
+        if replicas is not None and not self._replicas_agree:
+            self._replicas_agree = True
             remedy = "a layer changes it by the samples of its own replica; use replicas=1"
             _refuse_different(replicas, dict(self._module.named_buffers()), remedy)
         for parameter, earlier in zip(summed, earlier_gradients, strict=True):
@@ -582,11 +591,11 @@ def _sample_dimension(tensor: BoundaryTensor) -> int:
 
 def _refuse_different(replicas: Replicas, tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
     """Raises InputError for a tensor of this process that has other values in another replica."""
-    floating = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    if not floating:
+    floats = {name: tensor.detach().float() for name, tensor in tensors.items()}
+    if not floats:
         return
-    norms = torch.stack(list(replicas.gather(norms_of(list(floating.values())))))
-    for name, norms_of_tensor in zip(floating, norms.unbind(1), strict=True):
+    norms = torch.stack(list(replicas.gather(norms_of(list(floats.values()))))).nan_to_num()
+    for name, norms_of_tensor in zip(floats, norms.unbind(1), strict=True):
         if norms_of_tensor.ne(norms_of_tensor[0]).any():
             raise InputError(f"replicas={replicas.size}: {name} has other values in another replica; {remedy}")
 

@@ -12,6 +12,7 @@ from torch import nn
 from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS
 from gpipe_cli.assembly.optimizer import gradients_of
 from gpipe_cli.distributed.process_groups import ProcessGroups
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.compilation import Compiled
 from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
@@ -57,6 +58,11 @@ class PipelinePart:
     def last_device(self) -> torch.device:
         return torch.device(self.spec.layout.devices[-1])
 
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """From now on, layers compute in `dtype` where autocast uses it; None: in the types of their inputs."""
+        for stage in self.stages.values():
+            stage.compute_in(dtype)
+
     def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> Compiled:
         """Compile all layers of this process for micro-batches of `sizes` samples of which the first layer is given
         `inputs`; returns what was compiled. Raises RefusedError, which names the layer that does not compile."""
@@ -65,6 +71,17 @@ class PipelinePart:
             given = inputs_of(self.boundaries.training, k) if k else inputs
             stage.compile(given, samples, lengths)
         return Compiled.so_far() - before
+
+    def refuse_unfrozen(self) -> None:
+        """Raises InputError for a parameter that is trained now, and was frozen when its stage was built, where its
+        gradient would be lost: in a stage that runs no backward, with tied weights, or with replicas."""
+        for stage in self.stages.values():
+            if stage.needs_backward and not self.tied.ties and self.replicas is None:
+                continue
+            for name, parameter in stage.frozen:
+                if parameter.requires_grad:
+                    why = "is trained from now on, and was frozen when the pipeline was built"
+                    raise InputError(f"{name} {why}; build the pipeline anew")
 
     def sum_gradients(self, recording: Recording) -> None:
         """After the last action of a step: wait for the sums of gradients over replicas, and add up those of tied

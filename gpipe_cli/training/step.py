@@ -102,6 +102,7 @@ def compute_gradients(
     """
     for stage in engine.stages.values():
         stage.counter.on = counts
+    engine.refuse_unfrozen()
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
     recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
     engine.sum_gradients(recording)

@@ -407,7 +407,7 @@ def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
         after = [generator.get_state() for generator in generators(device)]
         if not all(map(torch.equal, after, before)):
             reasons.append("random numbers, as for dropout, are drawn for each micro-batch")
-        pairs = zip(layer.buffers(), buffers, strict=True)
+        pairs = zip(layer.buffers(), buffers, strict=False)
         if any(buffer is not earlier or buffer._version != version for buffer, (earlier, version) in pairs):
             reasons.append("layers change buffers of their own with each micro-batch")
 

@@ -1,5 +1,6 @@
 """`Pipeline` in a user's own loop: the laws, in one process and under torchrun; state, evaluation, and refusals."""
 
+import copy
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from training_runs import assert_same_tensors
 import gpipe_cli
 from gpipe_cli import Pipeline
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 
@@ -163,7 +165,10 @@ def test_what_changes_after_the_first_step_is_right_or_refused(monkeypatch: pyte
     unused = small(Both(), First())
     layers = Switch(branch=False), nn.Linear(2, 2)
     unfrozen = small(*layers)
-    for pipeline in (branch, unused, unfrozen):
+    last = nn.Linear(2, 2)
+    last.weight.requires_grad_(False)
+    unfrozen_last = small(nn.Linear(2, 2), last)
+    for pipeline in (branch, unused, unfrozen, unfrozen_last):
         pipeline.step(ONES, ONES, F.mse_loss)
     monkeypatch.setattr(Switch, "on", True)
     layers[0].requires_grad_(True)
@@ -171,14 +176,52 @@ def test_what_changes_after_the_first_step_is_right_or_refused(monkeypatch: pyte
         branch.step(ONES, ONES, F.mse_loss)
     with pytest.raises(InputError, match=r"0\.frozen\.weight"):
         unfrozen.step(ONES, ONES, F.mse_loss)
-    unused.step(ONES, ONES, F.mse_loss)
-    assert all(parameter.grad is not None for parameter in unused.parameters())
+    last.weight.requires_grad_(True)
+    for pipeline in (unused, unfrozen_last):
+        pipeline.step(ONES, ONES, F.mse_loss)
+        assert all(parameter.grad is not None for parameter in pipeline.parameters())
 
 
 def test_compiled_layers_do_not_depend_on_the_cut() -> None:
     same = {"lengths": (5, 5), "compile": True}
     expected = train(partitions=1, schedule="1f1b", recompute="never", **same)
     assert_same_tensors(train(partitions=2, schedule="1f1b", **same), expected)
+
+
+def test_compiling_leaves_gradients_and_buffers_as_they_are() -> None:
+    """A rehearsal on zeros, before the first step with a size, once dropped what earlier steps had accumulated."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        pipeline = small(nn.Linear(2, 2), norm, compile=compiled)
+        for samples in (4, 3):
+            inputs = torch.linspace(-1, 1, samples * 4).reshape(samples, 2, 2)
+            pipeline.step(inputs, inputs, lambda outputs, targets: F.mse_loss(outputs, targets))
+        gradients = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+        found.append(gradients | {name: value for name, value in pipeline.state_dict().items() if "running" in name})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor)
+
+
+def test_a_pipeline_goes_on_after_a_step_that_failed() -> None:
+    def fail(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert targets.sum() < 100, "a wild target"
+        return F.mse_loss(outputs, targets)
+
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    layers[2].weight = layers[0].weight
+    plain = copy.deepcopy(layers)
+    tried, fresh = (Pipeline(made, partitions=2, micro_batches=2) for made in (layers, plain))
+    for pipeline in (tried, fresh):
+        pipeline.step(ONES, ONES, fail)
+    with pytest.raises(ActionFailedError, match="a wild target"):
+        tried.step(ONES, torch.cat([ONES[:2], 1000 * ONES[2:]]), fail)
+    for pipeline in (tried, fresh):
+        pipeline.step(ONES, ONES, fail)
+    for ours, expected in zip(tried.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
+    assert_same_tensors(tried.state_dict(), fresh.state_dict())
 
 
 def test_a_process_that_fails_ends_all_and_says_what_failed(
@@ -328,6 +371,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "partitions=3": lambda: small(partitions=3, example=torch.ones(1, 2)),
     "micro_batches=2": lambda: small(nn.Linear(2, 2), nn.BatchNorm1d(2)).step(ONES[:3], ONES[:3], F.mse_loss),
     "replicas=2": lambda: small(replicas=2),
+    "devices=[]": lambda: small(devices=[]),
     "precision=float16": lambda: small(precision="float16"),
     "compile=true": lambda: small(compile=True, schedule="zero_bubble"),
     "schedule=pipedream": lambda: small(schedule="pipedream"),

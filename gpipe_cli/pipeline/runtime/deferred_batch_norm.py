@@ -75,6 +75,12 @@ class BatchStatistics:
         self._norms.append(norm)
         return len(self._norms) - 1
 
+    def begin_step(self) -> None:
+        """Empty the slots, which a step that failed has left."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.counts.clear()
+
     def of(self, micro_batch: int) -> Moments:
         """The slots of a micro-batch."""
         if micro_batch not in self._slots:

@@ -101,15 +101,14 @@ class P2PTransport:
 
     def _refuse_other(self, action: Action, tensor: torch.Tensor | None, described: BoundaryTensor) -> None:
         """Raises InputError for a tensor that is not as the receiver expects it, by the trace of the model."""
-        names = self._boundaries.layer_names[action.stage] if self._boundaries.layer_names else (f"{action.stage}",) * 2
+        names = self._boundaries.layer_names[action.stage] if self._boundaries.layer_names else ("?",)
         if action.kind.direction is Kind.B:
             if (tensor is not None) == described.has_gradient:
                 return
-            gets, got = ("a", "none") if tensor is not None else ("no", "one")
-            raise InputError(
-                f"a tensor that layer {names[0]} is given gets {gets} gradient, and got {got} when the model was "
-                "traced: which inputs are used must not depend on the data; use all of them, if only times 0"
-            )
+            when = f"when the model was traced; which inputs layers use, from {names[0]} on, must not change"
+            if tensor is None:
+                raise InputError(f"a tensor has no gradient, and had one {when}: use it in every step, if only times 0")
+            raise InputError(f"a tensor has a gradient, and had none {when}: use it from the first step on")
         assert tensor is not None
         expected = described.shape(self._sizes[action.micro_batch], self._lengths)
         if (tensor.shape, tensor.dtype) != (expected, described.dtype):

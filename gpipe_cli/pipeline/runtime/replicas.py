@@ -111,6 +111,7 @@ class Replicas:
             parameter.register_post_accumulate_grad_hook(partial(note_final, bucket))
             for bucket in self._buckets
             for parameter in (bucket.parameters if bucket.stage == stage else ())
+            if parameter.requires_grad
         ]
         try:
             yield

@@ -41,6 +41,7 @@ from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
+from gpipe_cli.pipeline.runtime.module_state import putting_back
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
@@ -125,7 +126,7 @@ class Stage:
             defer_batch_norms(module, self.statistics)
         self._layers = list(module.named_children())
         self._buffers = LayerBuffers(module, self.statistics.norms)
-        self._frozen = [named for named in module.named_parameters() if not named[1].requires_grad]
+        self.frozen = [named for named in module.named_parameters() if not named[1].requires_grad]
         # recurrent layers run other kernels where no graph is recorded, on CPUs, with other bits
         self._always_records = compiled or any(isinstance(inner, nn.RNNBase) for inner in module.modules())
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
@@ -158,12 +159,9 @@ class Stage:
         """Called before the first action of a mini-batch. Seeds depend on `step`, which counts mini-batches over the
         whole run, and on a micro-batch's number over all replicas; this pipeline's numbers begin at
         `first_micro_batch`. `actions` are those of this stage in the step."""
-        for name, parameter in self._frozen if self.module.training else ():
-            if parameter.requires_grad:
-                why = "is trained from now on, and was frozen when the pipeline was built"
-                raise InputError(f"{name} {why}; build the pipeline anew")
-        assert not self._saved, "a step begins with nothing saved"
-        assert not self._deferred, "a step begins with no gradients to compute"
+        self._saved.clear()  # of a step that failed
+        self._deferred.clear()
+        self.statistics.begin_step()
         self._step, self._first_micro_batch = step, first_micro_batch
         self._objective = objective
         self._split = frozenset(action.micro_batch for action in actions if action.kind is Kind.I)
@@ -322,24 +320,27 @@ class Stage:
     def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
         """Compile all layers for micro-batches of `samples`: each runs forward and backward once, on zeros.
 
-        `inputs` describes what the first layer gets. Raises RefusedError, which names the layer that does not compile.
+        `inputs` describes what the first layer gets. Gradients and buffers stay as they are. Raises RefusedError, which
+        names the layer that does not compile.
         """
-        zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]
-        given = tuple(
-            in_layout(tensor, self._memory_format).requires_grad_(described.requires_grad)
-            for tensor, described in zip(zeros, inputs, strict=True)
-        )
-        given, skips = self._apart(given)
-        in_tuple = self._in_tuple[True]
-        for name, layer in self._layers:
-            with torch.enable_grad(), self._autocast():
-                outputs, in_tuple = self._call(name, layer, given, in_tuple, skips)
-            roots = [tensor for tensor in outputs if tensor.grad_fn is not None]
-            with naming_layer(name):
-                torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-            given = without_graph(outputs)
-            skips = {skip: without_graph(tensors) for skip, tensors in skips.items()}
-        self.module.zero_grad(set_to_none=True)
+        with putting_back(self.module) as attributes:
+            # all but the buffers of modules stay: compiled code relies on what a first call leaves in attributes
+            attributes[:] = attributes[1::2]
+            zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]
+            given = tuple(
+                in_layout(tensor, self._memory_format).requires_grad_(described.requires_grad)
+                for tensor, described in zip(zeros, inputs, strict=True)
+            )
+            given, skips = self._apart(given)
+            in_tuple = self._in_tuple[True]
+            for name, layer in self._layers:
+                with torch.enable_grad(), self._autocast():
+                    outputs, in_tuple = self._call(name, layer, given, in_tuple, skips)
+                roots = [tensor for tensor in outputs if tensor.grad_fn is not None]
+                with naming_layer(name):
+                    torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+                given = without_graph(outputs)
+                skips = {skip: without_graph(tensors) for skip, tensors in skips.items()}
 
     def finish_step(self, of_replicas: OfReplicas = alone) -> None:
         """Called after the last action, when nothing may be left saved: commits batch norms, over all replicas."""
@@ -446,8 +447,8 @@ class Stage:
                 layer = f"Stash {described.skip}" if described.skip else f"layer {self._layers[-1][0]}"
                 raise InputError(
                     f"{layer} hands on a tensor {tuple(tensor.shape)} that requires a gradient, and did not when the "
-                    f"model was traced, so that none comes back to stage {self.index}; let the parameters before it "
-                    "take part from the first step on, if only times 0, or build the pipeline anew"
+                    f"model was traced, so that none comes back to stage {self.index}; build the pipeline anew where "
+                    "parameters take part, or are trained, only later"
                 )
 
     def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
