@@ -35,8 +35,8 @@ def build_model(config: TrainConfig, *, pretrained: bool = False, once: bool = F
     """The whole model on the meta device: names and shapes of its layers without memory. Raises InputError.
 
     `pretrained`: its layers, if they can be initialised separately, will load the weights that the settings name.
-    `once`: layers that are made alike are a single module, which is at several places; of our own models only, in which
-    a thousand layers may be of a dozen kinds. That is enough for shapes, and building takes no longer for more layers.
+    `once`: cells of AmoebaNet and layers of our Transformers that are made alike are a single module, at several places
+    of the sequence. That is enough for shapes, and a thousand layers take no longer to build than ten.
     """
     weights = pretrained and isinstance(config.model, groups.HuggingFaceConfig)
     with torch.device("meta"):
@@ -96,7 +96,7 @@ def _model(config: TrainConfig, *, weights: bool, make: Callable[..., Any] = cal
             classes = dataset.model_classes
             return amoebanet(image_size=dataset.image_size, num_classes=classes, make=make, **settings)
         case groups.UNetConfig(), groups.ImagesConfig():
-            return unet(image_size=dataset.image_size, num_classes=dataset.num_classes, make=make, **settings)
+            return unet(image_size=dataset.image_size, num_classes=dataset.num_classes, **settings)
         case (groups.ResNetConfig() | groups.TimmConfig(), groups.ImagesConfig()):
             if isinstance(model, groups.ResNetConfig):
                 del settings["depth"]

@@ -14,9 +14,6 @@ and sizes that pooling would have to round are refused, in place of padding what
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
-from operator import call
-from typing import Any
 
 from torch import nn
 
@@ -27,14 +24,7 @@ SLOPE = 0.01  # of leaky ReLU; torchgpipe's
 
 
 def unet(
-    *,
-    depth: int,
-    num_convs: int,
-    base_channels: int,
-    dropout: float,
-    image_size: int,
-    num_classes: int,
-    make: Callable[..., Any] = call,
+    *, depth: int, num_convs: int, base_channels: int, dropout: float, image_size: int, num_classes: int
 ) -> Sequence:
     """The network: images (N, 3, S, S) -> logits (N, classes, S, S).
 
@@ -43,7 +33,6 @@ def unet(
         num_convs: B, convolutions in each of the 2 * depth + 1 cells.
         base_channels: C, channels of the first cell; doubled at each halving.
         dropout: share of whole channels that is dropped behind each convolution.
-        make: calls the function that makes a convolution; see `build_model`.
 
     Raises InputError if an odd number of pixels would be halved, or the smallest map had a single pixel, which instance
     norm cannot normalize.
@@ -61,7 +50,7 @@ def unet(
     def cell(name: str, inputs: int, hidden: int, outputs: int) -> None:
         channels = [inputs, *[hidden] * (num_convs - 1), outputs]
         for number in range(num_convs):
-            layers[f"{name}_conv_{number}"] = make(convolution, channels[number], channels[number + 1], dropout)
+            layers[f"{name}_conv_{number}"] = convolution(channels[number], channels[number + 1], dropout)
 
     inputs = 3
     for level in range(depth):
