@@ -4,7 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache
-from typing import Literal
+from operator import call
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,11 +31,16 @@ from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def build_model(config: TrainConfig, *, pretrained: bool = False) -> nn.Sequential:
-    """The whole model on the meta device: names and shapes of its layers without memory. `pretrained`: its layers, if
-    they can be initialised separately, will load the weights that the settings name. Raises InputError."""
+def build_model(config: TrainConfig, *, pretrained: bool = False, once: bool = False) -> nn.Sequential:
+    """The whole model on the meta device: names and shapes of its layers without memory. Raises InputError.
+
+    `pretrained`: its layers, if they can be initialised separately, will load the weights that the settings name.
+    `once`: cells of AmoebaNet and layers of our Transformers that are made alike are a single module, at several places
+    of the sequence. That is enough for shapes, and a thousand layers take no longer to build than ten.
+    """
+    weights = pretrained and isinstance(config.model, groups.HuggingFaceConfig)
     with torch.device("meta"):
-        return _model(config, weights=pretrained and isinstance(config.model, groups.HuggingFaceConfig))
+        return _model(config, weights=weights, make=cache(call) if once else call)
 
 
 def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
@@ -74,8 +80,9 @@ def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Se
     return Sequence(OrderedDict(model.named_children()))  # nn.Sequential's own forward knows no skips
 
 
-def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
-    """Call the model's function with the model's settings as arguments; `weights`: they may be pretrained."""
+def _model(config: TrainConfig, *, weights: bool, make: Callable[..., Any] = call) -> nn.Sequential:
+    """Call the model's function with the model's settings as arguments; `weights`: they may be pretrained; `make` calls
+    the class of each layer that a model of ours may have often."""
     model, dataset = config.model, config.dataset
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     name = settings.pop("name")
@@ -86,7 +93,8 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
             return _of_hugging_face(config, model, pretrained=model.pretrained and weights)
         case groups.AmoebaNetConfig(), groups.ImagesConfig():
             del settings["auxiliary_weight"]  # a setting of the loss
-            return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
+            classes = dataset.model_classes
+            return amoebanet(image_size=dataset.image_size, num_classes=classes, make=make, **settings)
         case groups.UNetConfig(), groups.ImagesConfig():
             return unet(image_size=dataset.image_size, num_classes=dataset.num_classes, **settings)
         case (groups.ResNetConfig() | groups.TimmConfig(), groups.ImagesConfig()):
@@ -97,9 +105,9 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
             name = timm_name(model)
             return build_timm(name, num_classes=dataset.model_classes, image_size=dataset.image_size, **settings)
         case groups.TransformerLMConfig(), groups.TextConfig():
-            return transformer_lm(vocabulary=dataset.vocabulary, **settings)
+            return transformer_lm(vocabulary=dataset.vocabulary, make=make, **settings)
         case groups.TransformerNMTConfig(), groups.TextConfig():
-            return transformer_nmt(vocabulary=dataset.vocabulary, pad=PAD, **settings)
+            return transformer_nmt(vocabulary=dataset.vocabulary, pad=PAD, make=make, **settings)
     raise AssertionError(f"model={name} cannot learn from dataset={dataset.name}; the settings were not checked")
 
 

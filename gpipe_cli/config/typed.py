@@ -223,6 +223,13 @@ def _check_bounds(key: str, number: float, bounds: Within) -> None:
     raise SettingError(key, number, f"must be {lower} and {upper}{why}; use {key}={use:.10g}")
 
 
+def bounds(group: Any, name: str) -> Within:
+    """The bounds of the number `name` in a group of settings."""
+    within: Within
+    (within,) = get_type_hints(type(group), include_extras=True)[name].__metadata__
+    return within
+
+
 def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
     prefix = f"{path}." if path else ""
     hints = get_type_hints(kind, include_extras=True)

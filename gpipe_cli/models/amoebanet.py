@@ -13,9 +13,11 @@ element, the head's logits.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from operator import call
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -252,6 +254,7 @@ def amoebanet(
     dropout: float = 0.5,
     drop_path: float = 0.0,
     stem: Literal["auto", "imagenet", "small"] = "auto",
+    make: Callable[..., Any] = call,
 ) -> nn.Sequential:
     """The network: images (N, 3, S, S) -> logits (N, classes); in training with `auxiliary_head`, both logits.
 
@@ -264,6 +267,7 @@ def amoebanet(
         batch_norm_epsilon: 1e-3 is the default of the reference's network.
         drop_path: probability of dropping an operation's result for an example, at the end of training.
         stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it.
+        make: calls the class of a cell; see `build_model`.
 
     Raises InputError if `filters` is not a multiple of 16 (small stem: 4) or a map is too small for the auxiliary head.
     """
@@ -282,7 +286,7 @@ def amoebanet(
     def add(name: str, width: int, stride: int) -> None:
         nonlocal current, previous
         genotype = NORMAL[variant] if stride == 1 else REDUCTION[variant]
-        layers[name] = cell = Cell(genotype, width, stride, current, previous, norm, drop_path)
+        layers[name] = cell = make(Cell, genotype, width, stride, current, previous, norm, drop_path)
         # the second cell reads the output of the stem as its `previous`
         current, previous = cell.output, current
 

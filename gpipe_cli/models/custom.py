@@ -77,7 +77,8 @@ def _find(target: str) -> Any:
 
 
 def fault_of(model: Any) -> str:
-    """Why a model cannot be a pipeline: it is no plain sequence, has no shapes yet, or nothing to train; else ""."""
+    """Why a model cannot be a pipeline: it is no plain sequence, has a module at two places, of which only the first
+    would be run, has no shapes yet, or nothing to train; else ""."""
     kind = type(model).__name__
     if not isinstance(model, nn.Sequential):
         return f"is an object of type {kind}, and no nn.Sequential, whose children are the layers"
@@ -89,6 +90,13 @@ def fault_of(model: Any) -> str:
     if extras:
         why = f"the {kind} has {extras[0]} of its own, and a pipeline runs the layers only"
         return f"{why}; put that into one of the layers"
+    places: dict[nn.Module, str] = {}
+    for name, layer in model._modules.items():  # `named_children` skips duplicates
+        if (first := places.setdefault(layer, name)) != name:
+            return (
+                f"layers {first} and {name} are the same module, and a layer has one place; make a module for each "
+                "place (they may share parameters)"
+            )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             why = f"layer {name} is compiled by TorchScript, and its shapes cannot be traced"

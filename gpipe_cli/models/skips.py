@@ -112,9 +112,11 @@ class Skip:
 def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
     """The skips of a sequence, in the order of their stashes. Raises InputError, which names the layers, if a skip
     is stashed or popped twice, popped before it is stashed, or never popped; or if it is inside a layer."""
+    if not any(isinstance(module, Stash | Pop) for module in model.modules()):
+        return ()
     stashes: dict[str, tuple[int, str]] = {}
     pops: dict[str, tuple[int, str]] = {}
-    for number, (layer, module) in enumerate(model.named_children()):
+    for number, (layer, module) in enumerate(model._modules.items()):  # `named_children` skips duplicates
         if not isinstance(module, Stash | Pop):
             for path, inner in module.named_modules():
                 if isinstance(inner, Stash | Pop):

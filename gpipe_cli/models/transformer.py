@@ -29,6 +29,10 @@ and multiplied by sqrt(width), Glorot-uniform weights, zero biases.
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -212,12 +216,13 @@ def transformer_lm(
     dropout: float = 0.1,
     attention_dropout: float = 0.1,
     tie_embeddings: bool = False,
+    make: Callable[..., Any] = call,
 ) -> nn.Sequential:
     """The network: tokens (N, S), int64, S up to `length` -> logits (N, S, vocabulary) of the next token.
 
     The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: width between the two maps of a
     feed-forward sublayer. dropout: probability of dropping an entry of a sublayer's output. tie_embeddings: embedding
-    and softmax have the same matrix.
+    and softmax have the same matrix. make: calls the class of a layer; see `build_model`.
 
     Raises InputError for an odd width, and if `heads` does not divide the width.
     """
@@ -226,8 +231,8 @@ def transformer_lm(
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = embedding = Embedding(vocabulary, width, length)
     for index in range(layers):
-        sequence[f"layer_{index:03d}"] = SelfAttentionLayer(
-            width, hidden, heads, width // heads, dropout, attention_dropout, causal=True
+        sequence[f"layer_{index:03d}"] = make(
+            SelfAttentionLayer, width, hidden, heads, width // heads, dropout, attention_dropout, causal=True
         )
     sequence["softmax"] = softmax = Softmax(width, vocabulary)
     if tie_embeddings:
@@ -308,6 +313,7 @@ def transformer_nmt(
     tie_embeddings: bool = False,
     share_vocabularies: bool = False,
     pad: int = 0,
+    make: Callable[..., Any] = call,
 ) -> nn.Sequential:
     """The network: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, vocabulary).
 
@@ -330,17 +336,18 @@ def transformer_nmt(
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = embedding = SourceEmbedding(vocabulary, width, length, pad, shared=shared_embedding)
     for index in range(layers):
-        sequence[f"encoder_{index:02d}"] = EncoderLayer(*sizes, causal=False, feed_forward_scale=scale)
+        sequence[f"encoder_{index:02d}"] = make(EncoderLayer, *sizes, causal=False, feed_forward_scale=scale)
     sequence["encoder_norm"] = EncoderNorm(width)
     embeds_target: Embedding = embedding
     if not shared_embedding:
         sequence["target_embedding"] = embeds_target = TargetEmbedding(vocabulary, width, length)
         if share_vocabularies:
             embeds_target.weight = embedding.weight
-    for index in range(layers):
-        layer = DecoderLayer(*sizes, causal=True, cross=True, feed_forward_scale=scale)
-        layer.last = index == layers - 1
-        sequence[f"decoder_{index:02d}"] = layer
+    decoder_layer = partial(DecoderLayer, *sizes, causal=True, cross=True, feed_forward_scale=scale)
+    for index in range(layers - 1):
+        sequence[f"decoder_{index:02d}"] = make(decoder_layer)
+    sequence[f"decoder_{layers - 1:02d}"] = last = decoder_layer()
+    last.last = True
     sequence["softmax"] = softmax = Softmax(width, vocabulary, logit_clip)
     if tie_embeddings:
         softmax.logits.weight = embeds_target.weight

@@ -5,7 +5,7 @@ largest model that fits the memory, `gpipe plan solve=max_model`. All candidates
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,7 +16,7 @@ from typing import Any
 from gpipe_cli.assembly.build import find_data
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig, UNetConfig
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
-from gpipe_cli.config.typed import NothingFitsError, show
+from gpipe_cli.config.typed import NothingFitsError, bounds, show
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import predicted_costs
@@ -32,7 +32,7 @@ from gpipe_cli.units import size
 
 _AS_GOOD = 1.01  # accuracy of predictions: among candidates this close the first wins, which has the smallest settings
 _MOST_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
-_MOST_LAYERS = 3000  # the deepest model tried: deeper ones take minutes to plan, and the paper's are not as deep
+_ESTIMATES = 8  # sizes of a model that are tried by estimates of the largest that fits, before bisection
 _SILENT_SECONDS = 5.0
 
 
@@ -334,9 +334,11 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
         )
     began = time.monotonic()
     comparisons = []
-    for key, step, most in _sizes(config):
+    for key, step in _sizes(config):
         tried: dict[int, Candidate] = {}
-        # the largest size that fits is at least `low` and below `high`: the given size is doubled, then bisected
+        allowed = int(bounds(config.model, key).most)
+        most = allowed // step * step
+        # the largest size that fits is at least `low` and below `high`
         low, high = 0, most + step
         guess = min(max(step, getattr(config.model, key) // step * step), most)
         while high - low > step:
@@ -347,8 +349,10 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
             if time.monotonic() - began > _SILENT_SECONDS:
                 log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")
             low, high = (guess, high) if fits else (low, guess)
-            guess = min(2 * low, most) if high > most else (low + high) // (2 * step) * step
-        end = "" if low < most else f"; more than {most} were not tried"
+            estimate = _full_size(tried) if len(tried) < _ESTIMATES else (low + high) / 2
+            at_least = low + step if high <= most else max(step, 2 * low)
+            guess = int(min(max(estimate // step * step, at_least), high - step))
+        end = "" if low < most else f"; the setting allows no more than {allowed}"
         rule = f"the largest that fits, everything else as given{end}"
         candidates = tuple(tried[guess] for guess in sorted(tried))
         comparisons.append(Choice(f"model.{key}", rule, candidates, tried.get(low)))
@@ -363,15 +367,33 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
     return replace(best, choices=tuple(comparisons))
 
 
-def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:
-    """The settings that make the model larger, each with its step and the greatest value that is tried."""
+def _full_size(tried: Mapping[int, Candidate]) -> float:
+    """The size that would fill the memory if it grew with a power of the size: as between the two tried sizes that come
+    nearest to filling it, or, if only one was tried, with the square."""
+
+    def distance(size: int) -> float:
+        """The logarithm of the share of its memory that the fullest stage needs."""
+        candidate = tried[size]
+        if candidate.over is not None:
+            return math.log(candidate.over.enough_bytes / candidate.over.memory.limit_bytes)
+        layout = candidate.made.layout
+        assert layout.limit_bytes is not None
+        return math.log(max(stage.total_bytes for stage in candidate.made.memory) / layout.limit_bytes)
+
+    first, *others = sorted(tried, key=lambda size: abs(distance(size)))
+    power = (distance(first) - distance(others[0])) / math.log(first / others[0]) if others else 2.0
+    return first * math.exp(-distance(first) / max(power, 0.1))
+
+
+def _sizes(config: TrainConfig) -> tuple[tuple[str, int], ...]:
+    """The settings that make the model larger, each with its step."""
     match config.model:
         case AmoebaNetConfig():
-            return ("filters", 16, 1 << 14), ("normal_cells", 3, _MOST_LAYERS)
+            return ("filters", 16), ("normal_cells", 3)
         case UNetConfig():
-            return ("base_channels", 8, 1 << 14), ("num_convs", 1, 1000)
+            return ("base_channels", 8), ("num_convs", 1)
         case TransformerLMConfig() | TransformerNMTConfig():
-            return (("layers", 1, _MOST_LAYERS),)
+            return (("layers", 1),)
     raise InputError(
         f"solve=max_model: model={config.model.name} has no size that can be varied; use amoebanet, unet, "
         "transformer_lm or transformer_nmt"

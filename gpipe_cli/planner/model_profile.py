@@ -83,7 +83,7 @@ class ModelProfile(TracedModel):
     skips: tuple[Skip, ...]
     tied: tuple[TiedWeight, ...]  # the weights that several layers have
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
-    model: nn.Sequential = field(repr=False, compare=False)  # the model that was traced
+    model: nn.Sequential = field(repr=False, compare=False)  # the traced model; a module may be at several places
     kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # one for each layer; equal layers have equal kinds
 
     @property
@@ -123,7 +123,8 @@ def _traced(config: TrainConfig) -> _Traced:
 
 @lru_cache(maxsize=1)
 def _model(traced: _Traced) -> nn.Sequential:
-    return build.build_model(traced.config)
+    config = traced.config
+    return build.build_model(config, once=not config.freeze)  # a frozen layer differs from a trained one
 
 
 @lru_cache(maxsize=16)
@@ -150,11 +151,11 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
         shared.setdefault((sharing.first, sharing.second), sharing)
     ties = find_ties(model)
     elsewhere = other_names(ties)
-    weights = tuple(_layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children())
+    weights_of = {layer: _layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children()}
     tied = tuple(_tied_weight(config, model, tie) for tie in ties)
     return ModelProfile(
-        costs, evaluation, (*shared.values(),), weights, inputs, lengths, frozen, find_skips(model), tied,
-        _own_costs(model), model, kinds,
+        costs, evaluation, (*shared.values(),), tuple(weights_of[layer] for layer in model), inputs, lengths, frozen,
+        find_skips(model), tied, _own_costs(model), model, kinds,
     )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
 
     Raises InputError if only some layers have one, as they can only be compared with each other.
     """
-    given = {name: getattr(layer, "gpipe_cost", None) for name, layer in model.named_children()}
+    given = {name: getattr(layer, "gpipe_cost", None) for name, layer in model._modules.items()}
     if not (costs := {name: cost for name, cost in given.items() if cost is not None}):
         return None
     for name, cost in given.items():
@@ -234,7 +235,7 @@ def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, elsewhere: 
 
 
 def _tied_weight(config: TrainConfig, model: nn.Sequential, tie: Tie) -> TiedWeight:
-    numbers = {name: number for number, (name, _) in enumerate(model.named_children())}
+    numbers = {name: number for number, name in enumerate(model._modules)}
     weight = model.get_parameter(tie.name)
     return TiedWeight(
         tie,

@@ -31,17 +31,11 @@ class Shared:
 def find_shared(model: nn.Sequential, setting: str = "model.target") -> tuple[Shared, ...]:
     """The pairs of layers of `model`, which `setting` gave, that share a part, in order, with the first part of each.
 
-    Raises InputError for a module at two places of the model, as only the first of them would be run; and for a
-    parameter in whose memory another tensor begins, as a move to a GPU or another memory format separates the two.
+    A module at several places of the model stands for layers that share nothing (`build_model`).
+
+    Raises InputError for a parameter in whose memory another tensor begins, as a move to a GPU or another memory format
+    separates the two.
     """
-    places: dict[int, str] = {}
-    for name, module in model._modules.items():  # `named_children` skips duplicates
-        if id(module) in places:
-            raise InputError(
-                f"{setting}: layers {places[id(module)]} and {name} are the same module, and a layer has one place; "
-                "make a module for each place (they may share parameters)"
-            )
-        places[id(module)] = name
     _refuse_same_memory(model, setting)
     owners: dict[int, tuple[int, str]] = {}
     shared: dict[tuple[int, int], Shared] = {}

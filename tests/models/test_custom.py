@@ -27,6 +27,10 @@ class Doubles(Own):
     def forward(self, x):
         return 2 * super().forward(x)
 
+def repeated():
+    activation = nn.ReLU()
+    return nn.Sequential(nn.Linear(3, 3), activation, nn.Linear(3, 3), activation)
+
 def lazy():
     return nn.Sequential(nn.Flatten(), nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
 """
@@ -66,6 +70,7 @@ def test_a_function_of_the_current_directory() -> None:
         ("torch.nn:ReLU", {}, "is an object of type ReLU, and no nn.Sequential"),
         # only the layers of what is returned are run: once these were trained without the rest, and nothing said so
         ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles has a forward of its own"),
+        ("zoo_for_tests.nets:repeated", {}, "layers 1 and 3 are the same module.*; make a module for each place"),
         ("zoo_for_tests.nets:lazy", {}, r"layer 1\.1 \(LazyLinear\) has no shapes before its first forward"),
     ],
 )

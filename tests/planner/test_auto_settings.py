@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plan_runs import plan_of, traced
 from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.errors import InputError
+from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.planner.auto_settings import NothingFitsError, _training_samples, choose, solve_max_model
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
@@ -141,15 +144,36 @@ def test_a_mini_batch_is_no_larger_than_the_training_set(profile: ModelProfile) 
     assert _training_samples(digits) == 1437, "it was the greatest that may be set, which the training refused"
 
 
-def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
-    config = configure(*LM, "partitions=2", "hardware.memory_gib=0.001")
+@pytest.mark.parametrize(("memory_gib", "least"), [(0.001, 4), (0.1, 500)])
+def test_the_largest_model_fits_and_the_next_one_does_not(
+    memory_gib: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each size that is tried builds a single layer, however many it has, and few sizes are tried."""
+    built: list[SelfAttentionLayer] = []
+    initialise = SelfAttentionLayer.__init__
+
+    def counted(layer: SelfAttentionLayer, *sizes: Any, **settings: Any) -> None:
+        built.append(layer)
+        initialise(layer, *sizes, **settings)
+
+    monkeypatch.setattr(SelfAttentionLayer, "__init__", counted)
+    config = configure(*LM, "partitions=2", f"hardware.memory_gib={memory_gib}")
     plan = solve_max_model(config)
     solved, profile, (choice,) = plan.config, plan.profile, plan.choices
     limit, layers = layout_of(config).limit_bytes, solved.model.layers
+    assert len(built) <= len(choice.candidates) <= 8
     assert max(stage.total_bytes for stage in plan.memory) <= limit
-    assert len(profile.costs) == layers + 2 > 5
+    assert len(profile.costs) == layers + 2 > least
     assert choice.chosen.value == str(layers)
     more = replace(config, model=replace(solved.model, layers=layers + 1))
     larger = profile_model(more)
     with pytest.raises(TooLargeError):
         plan_of(more, larger, limit)
+
+
+def test_the_largest_model_says_if_the_setting_allows_no_larger_one() -> None:
+    (choice,) = solve_max_model(configure(*LM, "partitions=2", "hardware.memory_gib=1e6")).choices
+    assert choice.rule.endswith(f"allows no more than {choice.chosen.value}")
+    configure(*LM, f"model.layers={choice.chosen.value}")
+    with pytest.raises(InputError, match=f"at most {choice.chosen.value}"):
+        configure(*LM, f"model.layers={int(choice.chosen.value) + 1}")

@@ -268,17 +268,19 @@ def layer_kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
 
 def _kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
     numbers: dict[Hashable, int] = {}  # numbers for long signatures, so that these are hashed once
-    return tuple(numbers.setdefault(signature(layer), len(numbers)) for layer in model.children())
+    kind_of = {layer: numbers.setdefault(signature(layer), len(numbers)) for layer in model.children()}
+    return tuple(kind_of[layer] for layer in model)
 
 
 def _described(model: nn.Sequential, kinds: Sequence[Hashable]) -> list[_Layer]:
     find_skips(model)  # wrong skips are refused before any layer runs
-    uses = Counter(id(module) for layer in model.children() for module in layer.modules())
+    uses = Counter(module for layer in model.children() for module in layer.modules())
+    shared_modules = {module for module, layers in uses.items() if layers > 1}
     described = []
-    for (name, layer), kind in zip(model.named_children(), kinds or _kinds(model), strict=True):
-        shared_modules = [module for module in layer.modules() if uses[id(module)] > 1]
-        shared = {id(parameter) for module in shared_modules for parameter in module.parameters(recurse=False)}
-        tied = tuple(at for at, parameter in enumerate(layer.parameters()) if id(parameter) in shared)
+    for name, layer, kind in zip(model._modules, model, kinds or _kinds(model), strict=True):
+        inside = shared_modules and shared_modules.intersection(layer.modules())
+        shared = {id(parameter) for module in inside for parameter in module.parameters(recurse=False)}
+        tied = tuple(at for at, parameter in enumerate(layer.parameters()) if id(parameter) in shared) if shared else ()
         described.append(_Layer(name, layer, kind, tied))
     return described
 

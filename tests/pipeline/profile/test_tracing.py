@@ -1,8 +1,10 @@
 """FLOPs, bytes, boundaries and what is saved of layers against closed forms; equal layers are traced once."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from operator import call
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from gpipe_cli.pipeline.profile import tracing
 from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost, OperationKind
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
-from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, traced_call
 
 
 def trace(example: tuple[int, ...], *, training: bool = True, **layers: nn.Module) -> dict[str, LayerCost]:
@@ -126,16 +128,32 @@ def test_shapes_follow_samples_and_both_lengths() -> None:
     assert [tensor.has_gradient for tensor in cost.outputs] == [False, True, True, True]
 
 
-@pytest.mark.parametrize("name", ["amoebanet", "translation"])
-def test_equal_layers_cost_what_each_of_them_costs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "sizes"), [("amoebanet", {"normal_cells": 9}), ("translation", {"layers": 4})])
+def test_equal_layers_are_traced_once_and_cost_what_each_of_them_costs(
+    name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal are layers of one kind with equal inputs, whether they are modules of their own or, for a plan, one."""
     sample = SAMPLES[name]
-    if name == "amoebanet":
-        sample = replace(sample, build=partial(sample.build, normal_cells=9))
-    kinds = layer_kinds(sample.model())
-    assert len(set(kinds)) < len(kinds)
-    shared = trace_layers(sample.model(), sample.inputs, training=True, lengths=sample.lengths)
+    build = partial(sample.build, **sizes)
+    runs: list[str] = []
+
+    def counted(name: str, *given: Any, **settings: Any) -> Any:
+        runs.append(name)
+        return traced_call(name, *given, **settings)
+
+    def costs_of(build: Callable[[], nn.Sequential]) -> tuple[LayerCost, ...]:
+        model = replace(sample, build=build).model()
+        return trace_layers(model, sample.inputs, training=True, lengths=sample.lengths)
+
+    monkeypatch.setattr(tracing, "traced_call", counted)
+    shared = costs_of(build)
+    kinds = layer_kinds(replace(sample, build=build).model())
+    different = set(zip(kinds, [(), *(cost.outputs for cost in shared[:-1])], strict=True))
+    assert len(runs) == (2 + len(sample.lengths)) * len(different)
+    assert len(different) < len(kinds)
+    assert costs_of(partial(build, make=cache(call))) == shared
     monkeypatch.setattr(tracing, "signature", id)  # none is equal to another one
-    assert trace_layers(sample.model(), sample.inputs, training=True, lengths=sample.lengths) == shared
+    assert costs_of(build) == shared
 
 
 @pytest.mark.skipif(torch.__version__ < tracing._RECORDS_WITHOUT_GPU, reason="records no graph without a CUDA driver")
