@@ -26,6 +26,7 @@ from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.models.unet import unet
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
+from gpipe_cli.system.uncompiled import leave_out_compiler
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -33,6 +34,8 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.
 def build_model(config: TrainConfig, *, pretrained: bool = False) -> nn.Sequential:
     """The whole model on the meta device: names and shapes of its layers without memory. `pretrained`: its layers, if
     they can be initialised separately, will load the weights that the settings name. Raises InputError."""
+    if not config.compile:
+        leave_out_compiler()
     with torch.device("meta"):
         return _model(config, weights=pretrained and isinstance(config.model, groups.HuggingFaceConfig))
 
