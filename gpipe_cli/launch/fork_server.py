@@ -34,7 +34,8 @@ from gpipe_cli.system.interrupts import STOPS, deferred_signals
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
-_IMPORTED = ["gpipe_cli.launch.worker"]
+# Every worker would import the second with its first operation on the meta device.
+_IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
 _PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 

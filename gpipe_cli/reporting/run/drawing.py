@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
@@ -30,19 +31,22 @@ class Drawing:
         self._undrawn: Callable[[], None] | None = None  # draws the last step that was chosen
 
     def add(self, step: StepDone, recorded: StepRecorded) -> None:
-        """Draws the median step of an epoch at its end."""
+        """Draws the median step of an epoch at its end, and of the run at its last step, while it is evaluated."""
         run = self._run
+        if not run.bench:  # the first steps are slow in any case, and the last picture need not wait for the import
+            import_module("gpipe_cli.reporting.plots.timeline")
         whole = step.samples == (run.config.batch_size or step.samples)  # an epoch's last mini-batch may be short
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         counted = self._median.counted
         ends = step.position == run.steps_per_epoch and counted > 0
-        # drawing takes a core for a second, so a measurement is drawn at its end
-        if not run.bench and (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
+        is_last = step.step == run.total_steps
+        # drawing takes a core for a second, so a measurement is drawn once nothing is left to measure
+        if is_last or (not run.bench and (ends or (counted == _FIRST_DRAWN and not self._next_drawing))):
             self._choose()
             if ends:
                 self._median = MedianStep()
-                self._epoch_shown = True
-            if time.monotonic() >= self._next_drawing:
+            self._epoch_shown = self._epoch_shown or ends or is_last
+            if is_last or time.monotonic() >= self._next_drawing:
                 self._draw()
 
     def finish(self, *, completed: bool) -> None:
