@@ -67,7 +67,8 @@ def outcome(work: Callable[[], int]) -> Outcome:
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
     torchrun()  # raises InputError for variables that torchrun would never set
-    with phases() if leads() else contextlib.nullcontext(), interruptible():
+    piped = name in ("train", "bench", "check", "evaluate")  # other commands have formats for programs
+    with phases(piped=piped) if leads() else contextlib.nullcontext(), interruptible():
         if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # --help only prints
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
@@ -92,8 +93,8 @@ def import_torch() -> None:
     if "gpipe_cli.commands.training_run" in sys.modules:
         return
     with preparing():
-        # a training's first steps would import the last two, which would cost every fork two seconds
-        import_apart("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline")
+        # a training's first step would import the last, which would cost every fork most of a second
+        import_apart("gpipe_cli.commands.training_run", "gpipe_cli.reporting.plots.timeline")
 
 
 def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:
