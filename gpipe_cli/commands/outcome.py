@@ -67,8 +67,7 @@ def outcome(work: Callable[[], int]) -> Outcome:
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
     torchrun()  # raises InputError for variables that torchrun would never set
-    piped = name in ("train", "bench", "check", "evaluate")  # other commands have formats for programs
-    with phases(piped=piped) if leads() else contextlib.nullcontext(), interruptible():
+    with phases() if leads() else contextlib.nullcontext(), interruptible():
         if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # --help only prints
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)

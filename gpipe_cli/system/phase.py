@@ -1,7 +1,7 @@
 """The terminal line that names what a command is doing, before it has anything to show.
 
 The line has no line feed, so that the next phase, or what is shown next, replaces it. Outside a terminal, a phase that
-takes long gets a line of its own while it lasts.
+takes long may get a line of its own while it lasts.
 """
 
 import shutil
@@ -17,10 +17,10 @@ _LONG_SECONDS = 1.0
 class _Line:
     """The state of the terminal line."""
 
-    def __init__(self, *, piped: bool) -> None:
+    def __init__(self) -> None:
         self.title = ""  # the last title given
         self.shown = 0  # characters on the line
-        self.piped = piped  # whether long phases are named outside a terminal, too
+        self.piped = False  # whether long phases are named outside a terminal, too
         self.timer: Timer | None = None  # writes the line of a phase that takes long
 
 
@@ -28,15 +28,20 @@ _LINE: ContextVar[_Line | None] = ContextVar("phase", default=None)
 
 
 @contextmanager
-def phases(*, piped: bool = False) -> Iterator[None]:
-    """Inside, phases are shown; afterwards the line is cleared. `piped`: long phases are named outside a terminal, too,
-    where no other program reads the output."""
-    before = _LINE.set(_Line(piped=piped))
+def phases() -> Iterator[None]:
+    """Inside, phases are shown; afterwards the line is cleared."""
+    before = _LINE.set(_Line())
     try:
         yield
     finally:
         end_phase()
         _LINE.reset(before)
+
+
+def name_long_phases() -> None:
+    """From here on, phases that take long are named outside a terminal, too: no other program reads the output."""
+    if (line := _LINE.get()) is not None:
+        line.piped = True
 
 
 def phase(doing: str, title: str | None = None) -> bool:
