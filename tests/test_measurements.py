@@ -27,8 +27,8 @@ PROGRAMS = {
     ),
     "malformed_command_lines": (["--lines=2", "--seed=21"], r"all +2 lines +0 failed"),
     "waiting_times": (
-        ["--cells=3", *NOISE],
-        r"\ntrain max_steps=3 .*( +\d+\.\d){5}\n(.*\n)+plan .*=3 partitions=8 .*\n",
+        ["--cells=6", *NOISE],
+        r"\ntrain max_steps=3 .*( +\d+\.\d){5}\n(.*\n)+plan .*=6 partitions=8 .*\n",
     ),
 }
 
