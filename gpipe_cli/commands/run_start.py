@@ -40,7 +40,7 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
         assert config.run_folder is not None
         config = going_on(config, Path(config.run_folder))
     what = "" if request.bench is None else "bench"
-    if leads() and not config.dry_run:
+    if leads() and not config.dry_run and not again:  # a complete run needs its data no more
         refuse_missing_data(config)
     named = _named(config, request.auto)
     with (
