@@ -2,10 +2,13 @@
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gpipe_cli"
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -106,6 +109,31 @@ def test_schedules_need_no_torch() -> None:
     names = ", ".join(name for name in FILES if part(name) == "schedule")
     program = f"import sys, {names}\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+# What no process of the default training needs at all, and what its parent needs once the first table is shown.
+NEVER = ("torch._dynamo", "torchvision", "timm", "sklearn", "scipy", "pandas", "transformers")
+LATER = ("matplotlib", "PIL", "tensorboard", "google.protobuf")
+# Python runs sitecustomize.py at the start of every process.
+WATCH = f"""
+import os, sys
+def watch(event, arguments):
+    if event == "import" and f"{{arguments[0]}}.".startswith({tuple(f"{name}." for name in NEVER + LATER)}):
+        with open("imported", "a") as file:
+            file.write(f"{{arguments[0]}} {{os.path.exists('run/result.json')}}\\n")
+sys.addaudithook(watch)
+"""
+
+
+def test_nothing_is_imported_that_the_first_step_does_not_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the parent, the fork server, the stages and the loaders. Importing torch._dynamo took as long as torch."""
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    tiny = ["model.normal_cells=3", "model.filters=4", "max_steps=1", "hardware=cpu", "run_folder=run"]
+    subprocess.run([sys.executable, "-m", "gpipe_cli", "train", *tiny], cwd=tmp_path, check=True)
+    imported = [line.split() for line in (tmp_path / "imported").read_text().splitlines()]
+    assert not {name for name, late in imported if late == "False" or is_of(name, *NEVER)}
+    assert {name for name, _ in imported} >= {"matplotlib.axes", "tensorboard"}, "what is imported is seen"
 
 
 def test_hydra_is_known_to_settings_and_commands_only() -> None:

@@ -26,6 +26,10 @@ PROGRAMS = {
         r"run_1: \d+ tensors and \d+ points of curves .*, all the same bits\n[0-2] kills, .* no bit that differs$",
     ),
     "malformed_command_lines": (["--lines=2", "--seed=21"], r"all +2 lines +0 failed"),
+    "waiting_times": (
+        ["--cells=6", *NOISE],
+        r"\ntrain max_steps=3 .*( +\d+\.\d){5}\n(.*\n)+plan .*=6 partitions=8 .*\n",
+    ),
 }
 
 

@@ -27,6 +27,7 @@ from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.models.unet import unet
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
+from gpipe_cli.system.uncompiled import leave_out_compiler
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -39,6 +40,8 @@ def build_model(config: TrainConfig, *, pretrained: bool = False, once: bool = F
     of the sequence. That is enough for shapes, and a thousand layers take no longer to build than ten.
     """
     weights = pretrained and isinstance(config.model, groups.HuggingFaceConfig)
+    if not config.compile:
+        leave_out_compiler()
     with torch.device("meta"):
         return _model(config, weights=weights, make=cache(call) if once else call)
 

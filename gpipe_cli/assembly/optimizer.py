@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,7 +119,8 @@ def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torc
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})
     assert optimizer is not None
-    optimizer.step()
+    with torch.no_grad():
+        unwrap(type(optimizer).step)(optimizer)  # what torch wraps it in imports torch._dynamo
     return {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
 
 

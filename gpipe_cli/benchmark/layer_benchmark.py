@@ -35,8 +35,8 @@ from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
-_WARM_UP, _LEAST, _MOST = 3, 5, 40  # numbers of passes over a segment
-_PATIENCE = 5  # the first _LEAST passes may take this many times `Timing.seconds`
+_WARM_UP, _LEAST, _MOST = 3, 3, 40  # numbers of passes over a segment
+_PATIENCE = 3  # the first _LEAST passes may take this many times `Timing.seconds`
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
 _LINK_BYTES = {"cpu": (1 << 10, 1 << 22), TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
 _LINK_ROUNDS = 15

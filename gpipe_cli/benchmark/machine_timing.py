@@ -1,6 +1,6 @@
 """Times the layers of a model on the machine at hand, unless a data sheet says what they cost.
 
-Workers that start like those of a run do the timing, some seconds for two sizes of micro-batch, which predict all
+Workers that start like those of a run do the timing, a second or two for two sizes of micro-batch, which predict all
 others. The result is remembered in a file, named by a digest of everything that the seconds depend on, such as
 settings, machine and version of torch. Under torchrun process 0 does it for all, so that they come to the same cut.
 """
@@ -38,9 +38,9 @@ from gpipe_cli.units import plural
 
 Log = Callable[[str], None]
 
-_VERSION = 15  # raise this whenever the remembered values, or how they are measured, change
-_SECONDS = 0.75  # how long passes over each segment are repeated, for each size
-_PASS_SECONDS, _MOST_PASS_SECONDS = 1.0, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
+_VERSION = 16  # raise this whenever the remembered values, or how they are measured, change
+_SECONDS = 0.1  # how long passes over each segment are repeated, for each size
+_PASS_SECONDS, _MOST_PASS_SECONDS = 0.1, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
 _LEAST_SAMPLES = 4  # of the larger micro-batch
 _MOST_PROCESSES = 16  # the most processes that are timed at once
 
@@ -163,9 +163,9 @@ def _replays(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool
 
 
 def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[int, int] | None:
-    """The samples of the two micro-batches that are timed, whatever M is: half of a pipeline's samples, and a quarter
-    of that. They are halved while a pass takes long by the data sheet, or a layer does not fit the memory; None if the
-    smallest take too long, too."""
+    """The samples of the two micro-batches that are timed, whatever M is: a quarter of a pipeline's samples, and a
+    quarter of that. They are halved while a pass takes long by the data sheet, or a layer does not fit the memory; None
+    if the smallest take too long, too."""
     by_sheet = partial(predicted_costs, replace(config, partition=PartitionConfig(None)), profile, layout)
 
     def too_large(samples: int, most_seconds: float) -> bool:
@@ -173,7 +173,7 @@ def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[
         fullest = max(_bytes_of_layers(profile, samples))
         return seconds > most_seconds or fullest > _bytes_for_layers(config, layout)
 
-    samples = max(_LEAST_SAMPLES, _samples(config, profile) // 2)
+    samples = max(_LEAST_SAMPLES, _samples(config, profile) // 4)
     while samples >= 2 * _LEAST_SAMPLES and too_large(samples, _PASS_SECONDS):
         samples //= 2
     if too_large(samples, _MOST_PASS_SECONDS):

@@ -7,6 +7,7 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, compose, own, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.commands.run_start import refuse_missing_data
 from gpipe_cli.config.settings import CheckSettings, find_run
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(f"{key}=auto: a check needs a number; give one")
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
+    refuse_missing_data(config)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start(config)  # the server imports torch in parallel with this process
         import_apart("gpipe_cli.commands.check_against", "gpipe_cli.commands.check_run")  # they import torch

@@ -92,8 +92,9 @@ def import_torch() -> None:
     if "gpipe_cli.commands.training_run" in sys.modules:
         return
     with preparing():
-        # a training's first steps would import the last two, which would cost every fork two seconds
-        import_apart("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline")
+        # a training would import the last two later, which would cost every fork most of a second
+        later = "torch.fx.experimental.symbolic_shapes", "gpipe_cli.reporting.plots.timeline"
+        import_apart("gpipe_cli.commands.training_run", *later)
 
 
 def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:

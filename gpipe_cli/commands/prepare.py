@@ -58,6 +58,7 @@ def prepare(
     """
     config = with_memory_format(config)
     refuse_unfit(config, auto, started)
+    phase("tracing the layers, to know what each computes, keeps and sends")
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)

@@ -1,21 +1,27 @@
 """How a requested training or measurement is started, before torch is imported: its folder, its log, the workers."""
 
+import os
 import shlex
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from rich.console import Console
+
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.config.groups import model_name
+from gpipe_cli.config.groups import IMAGES, ImagesConfig, model_name
 from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.lines import log, logging_to
+from gpipe_cli.reporting.run.lines import log, logging_to, show_line
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, to_the_second
 from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.phase import name_long_phases
 
 
 def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
@@ -34,19 +40,35 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
         assert config.run_folder is not None
         config = going_on(config, Path(config.run_folder))
     what = "" if request.bench is None else "bench"
+    if leads() and not config.dry_run and not again:  # a complete run needs its data no more
+        refuse_missing_data(config)
+    named = _named(config, request.auto)
     with (
-        preparing(_named(config, request.auto)),
         run_folder(config, started, request.auto, what, again=again) as folder,
         logging_to(folder if leads() else None),
     ):
         log(f"$ {start.command}")
-        if not config.dry_run:
-            fork_server.start(config)  # the server imports torch in parallel with this process
-        import_apart("gpipe_cli.commands.training_run")  # torch comes with it
-        from gpipe_cli.commands.training_run import launch
+        if leads() and not sys.stdout.isatty():  # a terminal names it beside what is being done
+            show_line(Console(), f"{named}, into {folder}")
+            name_long_phases()
+        with preparing(named):
+            if not config.dry_run:
+                fork_server.start(config)  # the server imports torch in parallel with this process
+            import_apart("gpipe_cli.commands.training_run")  # torch comes with it
+            from gpipe_cli.commands.training_run import launch
 
-        request = replace(request, config=config)
-        return launch(request, folder, start, again=again, guided=guided and not torchrun())
+            request = replace(request, config=config)
+            return launch(request, folder, start, again=again, guided=guided and not torchrun())
+
+
+def refuse_missing_data(config: TrainConfig) -> None:
+    """Raises RefusedError, before torch is imported, if nothing is at dataset.root and nothing is to be downloaded."""
+    dataset = config.dataset
+    if dataset.root is None or getattr(dataset, "download", False) or os.path.exists(dataset.root):
+        return
+    fetched = isinstance(dataset, ImagesConfig) and IMAGES[dataset.name].download
+    use = f"give the file or folder with the data{', or dataset.download=true' if fetched else ''}"
+    raise RefusedError("dataset.root", dataset.root, f"there is nothing to be read; {use}")
 
 
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:

@@ -140,6 +140,7 @@ def _cut_last_tenth(text: str) -> tuple[str, str]:
 _KINDS = ("territories", "languages", "scripts", "currency_names")  # kinds of names in CLDR
 _LEAST_NAMES = 100  # of a language; temperature sampling would repeat three names thousands of times
 _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
+_UNNAMED = "source-target"  # the languages of a pair whose line does not name them
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +186,9 @@ def languages_of(pairs: Sequence[str]) -> int:
 
 
 def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
-    """Reads lines `source TAB target TAB languages` (such as `de-en`) in UTF-8, without a header; skips empty ones.
+    """Reads lines `source TAB target TAB languages` (such as `de-en`) in UTF-8, without a header; skips empty ones. The
+    model is told into which language to translate, and how often a pair is drawn depends on its languages: lines that
+    are all of the same two languages may leave them out.
 
     root: a folder with train.tsv and test.tsv, or a file, of which a hash of the target selects about 1 line in 20 for
     the test split, so that no target is in both. Raises InputError for a bad line, a bad file or an empty split.
@@ -205,6 +208,10 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
                     "dataset.root", root, f"{why}; add lines, or use a folder with train.tsv and test.tsv"
                 )
     languages = tuple(sorted({row[2] for part in rows for row in part}))
+    unnamed = [(file, row[3]) for file, part in zip(files, rows, strict=True) for row in part if row[2] == _UNNAMED]
+    if unnamed and len(languages) > 1:
+        why = "has no third column, the languages (such as de-en), but other lines do; give it in all lines or in none"
+        raise InputError(f"text file '{unnamed[0][0]}' line {unnamed[0][1]}: {why}")
     numbers = {name: number for number, name in enumerate(languages)}
     splits = []
     for file, part in zip(files, rows, strict=True):
@@ -222,12 +229,16 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
         if not line.strip():
             continue
         columns = [column.strip() for column in line.split("\t")]
+        if len(columns) == 2:
+            columns.append(_UNNAMED)
         if len(columns) != 3 or not all(columns) or not _LANGUAGES.fullmatch(columns[2]):
-            why = "must have 3 columns, separated by tabs and none of them empty"
-            raise InputError(f"text file '{file}' line {number}: {why}: source, target and languages (such as de-en)")
+            why = "must have 2 or 3 columns, separated by tabs and none of them empty"
+            raise InputError(f"text file '{file}' line {number}: {why}: source, target, languages (such as de-en)")
         rows.append((columns[0], columns[1], columns[2], number))
     if not rows:
-        raise InputError(f"text file '{file}': an empty corpus; expected lines of source, target and languages")
+        raise InputError(
+            f"text file '{file}': an empty corpus; expected lines of source and target, and perhaps languages"
+        )
     return rows
 
 

@@ -2,19 +2,21 @@
 
 The ImageNet runs used Inception preprocessing, which in the authors' TPU code is a random crop of 10-100 % of the area,
 a random flip and values scaled to [-1, 1]; evaluation is on a central 87.5 % crop. The transfer runs used a random
-flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have.
+flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have. The simple steps are
+written here, with the bits of torchvision, whose import would take longer than the first step of a small model.
 
 Departs from the paper: no colour distortion; a random crop that does not fit is tried 10 times (torchvision), not 100.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate, pad
 from torch.utils.data import Subset
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
@@ -39,6 +41,44 @@ def cutout(image: Tensor, side: int) -> Tensor:
     return image
 
 
+def resize(image: Tensor, side: int) -> Tensor:
+    """(C, H, W) with a shorter side of `side` pixels, bilinear."""
+    if min(image.shape[-2:]) == side:
+        return image
+    if not image.is_floating_point():
+        from torchvision.transforms.v2 import functional
+
+        resized: Tensor = functional.resize(image, [side])
+        return resized
+    lengths = [int(side * length / min(image.shape[-2:])) for length in image.shape[-2:]]
+    return interpolate(image[None], lengths, mode="bilinear", antialias=True)[0]
+
+
+def centre_crop(image: Tensor, side: int) -> Tensor:
+    """The middle of (C, H, W), `side` pixels high and wide."""
+    top, left = (round((length - side) / 2) for length in image.shape[-2:])
+    return image[..., top : top + side, left : left + side]
+
+
+def flip(image: Tensor) -> Tensor:
+    """(C, H, W), mirrored with probability 1/2."""
+    return image.flip(-1) if torch.rand(1) < 0.5 else image
+
+
+def shift(image: Tensor, most: int) -> Tensor:
+    """(C, H, W), moved by up to `most` pixels along each axis; what comes in is black."""
+    height, width = image.shape[-2:]
+    top, left = (int(torch.randint(2 * most + 1, ())) for _ in range(2))
+    return pad(image, [most] * 4)[..., top : top + height, left : left + width]
+
+
+def normalize(image: Tensor) -> Tensor:
+    """float32 (C, H, W) in [-1, 1], from uint8 or from [0, 1]."""
+    shares = image if image.is_floating_point() else image.to(torch.float32).mul_(1 / 255)
+    mean, deviation = (torch.tensor(values).view(-1, 1, 1) for values in (MEAN, STD))
+    return shares.sub(mean).div_(deviation)
+
+
 def build_transform(
     image_size: int, centre_share: float, augmentation: AugmentationConfig | None
 ) -> Callable[[Tensor], Tensor]:
@@ -46,23 +86,24 @@ def build_transform(
 
     centre_share: see that function. augmentation: None for evaluation. Random steps use torch's default generator.
     """
-    from torchvision.transforms import v2
-
     settings = augmentation or AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)
     steps: list[Callable[[Tensor], Tensor]] = []
     if settings.random_resized_crop is not None:
+        from torchvision.transforms import v2
+
         # Aspect ratio 3/4 to 4/3, bilinear: torchvision's defaults and the TPU code's.
         steps.append(v2.RandomResizedCrop(image_size, scale=settings.random_resized_crop))
     else:
-        steps += [v2.Resize(max(image_size, round(image_size / centre_share))), v2.CenterCrop(image_size)]
+        steps.append(partial(resize, side=max(image_size, round(image_size / centre_share))))
+        steps.append(partial(centre_crop, side=image_size))
     if settings.horizontal_flip:
-        steps.append(v2.RandomHorizontalFlip())
+        steps.append(flip)
     if settings.shift > 0:
-        steps.append(v2.RandomCrop(image_size, padding=settings.shift))  # the padding is black
-    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=MEAN, std=STD)]
+        steps.append(partial(shift, most=settings.shift))
+    steps.append(normalize)
     if settings.cutout > 0:
         steps.append(partial(cutout, side=settings.cutout))
-    return v2.Compose(steps)
+    return lambda image: reduce(lambda changed, step: step(changed), steps, image)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +133,7 @@ class ImageSplit:
         image = self.samples.pixels[index]
         if self.seed is None:
             return self.transform(image)
-        # torchvision's transforms draw from the default generator only; its state is restored afterwards.
+        # The transforms draw from the default generator only; its state is restored afterwards.
         with torch.random.fork_rng(devices=[]):
             # `torch.manual_seed` would seed every accelerator, too
             torch.default_generator.manual_seed(seed_of("augmentation", self.seed, epoch, index))

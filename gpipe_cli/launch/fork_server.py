@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, TextConfig, TimmConfig
+from gpipe_cli.config.groups import AdamConfig, HuggingFaceConfig, ImagesConfig, SGDConfig, TextConfig, TimmConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.system.forked_call import end_with_parent
 from gpipe_cli.system.interrupts import STOPS, deferred_signals
@@ -34,7 +34,8 @@ from gpipe_cli.system.interrupts import STOPS, deferred_signals
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
-_IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # the first optimizer would import torch._dynamo
+# Every worker would import the second with its first operation on the meta device.
+_IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
 _PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 
@@ -193,7 +194,11 @@ def _libraries(config: TrainConfig) -> list[str]:
     if isinstance(config.dataset, TextConfig) and config.dataset.tokenizer is not None:
         libraries.append("transformers.models.auto.tokenization_auto")
     if isinstance(config.dataset, ImagesConfig):
-        libraries.append("torchvision.transforms.v2")
+        augmentation = config.dataset.augmentation
+        if config.dataset.root is not None or (augmentation and augmentation.random_resized_crop):
+            libraries.append("torchvision.transforms.v2")
+    if config.compile or isinstance(config.optimizer, SGDConfig | AdamConfig):  # torch's own optimizers, by their step
+        libraries.append("torch._dynamo")
     return libraries
 
 

@@ -1,13 +1,17 @@
 """The terminal line that names what a command is doing, before it has anything to show.
 
-The line has no line feed, so that the next phase, or what is shown next, replaces it. Only terminals get it.
+The line has no line feed, so that the next phase, or what is shown next, replaces it. Outside a terminal, a phase that
+takes long may get a line of its own while it lasts.
 """
 
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from threading import Timer
+
+_LONG_SECONDS = 1.0
 
 
 class _Line:
@@ -16,6 +20,8 @@ class _Line:
     def __init__(self) -> None:
         self.title = ""  # the last title given
         self.shown = 0  # characters on the line
+        self.piped = False  # whether long phases are named outside a terminal, too
+        self.timer: Timer | None = None  # writes the line of a phase that takes long
 
 
 _LINE: ContextVar[_Line | None] = ContextVar("phase", default=None)
@@ -32,10 +38,23 @@ def phases() -> Iterator[None]:
         _LINE.reset(before)
 
 
+def name_long_phases() -> None:
+    """From here on, phases that take long are named outside a terminal, too: no other program reads the output."""
+    if (line := _LINE.get()) is not None:
+        line.piped = True
+
+
 def phase(doing: str, title: str | None = None) -> bool:
-    """Show `doing`, after the last `title` given if there is room for both. Returns whether anything is shown."""
+    """Show `doing`, after the last `title` given if there is room for both. Returns whether a terminal shows it."""
     line = _LINE.get()
-    if line is None or not sys.stdout.isatty():
+    if line is None:
+        return False
+    if not sys.stdout.isatty():
+        end_phase()
+        if line.piped:
+            line.timer = Timer(_LONG_SECONDS, _write_apart, (doing,))
+            line.timer.daemon = True
+            line.timer.start()
         return False
     line.title = line.title if title is None else title
     room = shutil.get_terminal_size().columns - 1
@@ -46,8 +65,11 @@ def phase(doing: str, title: str | None = None) -> bool:
 
 def end_phase() -> None:
     """Clear the line, before something else is shown."""
-    if (line := _LINE.get()) is not None and line.shown:
+    line = _LINE.get()
+    if line is not None and line.shown:
         _write(line, "")
+    if line is not None and line.timer is not None:
+        line.timer.cancel()
 
 
 def _write(line: _Line, text: str) -> None:
@@ -56,3 +78,9 @@ def _write(line: _Line, text: str) -> None:
     sys.stdout.write(f"{text}{blanks}\r")
     sys.stdout.flush()
     line.shown = len(text)
+
+
+def _write_apart(doing: str) -> None:
+    with suppress(OSError):  # the next line that the command itself writes raises it again
+        sys.stdout.write(f"{doing} ...\n")
+        sys.stdout.flush()

@@ -11,8 +11,9 @@ import torch
 from image_files import EVERYTHING, PLAIN, md5, opened, pack, served, write_image, write_images
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.transforms import v2
 
-from gpipe_cli.data.images import ImageSplit, build_transform, cutout
+from gpipe_cli.data.images import MEAN, STD, ImageSplit, build_transform, cutout
 from gpipe_cli.data.readers import Files, read_cifar
 from gpipe_cli.errors import InputError
 
@@ -60,6 +61,24 @@ def test_training_images_depend_on_seed_epoch_and_index_only() -> None:
     assert sum(not torch.equal(train[3, index], first[index]) for index in range(20)) >= 19
     assert sum(not torch.equal(other[2, index], first[index]) for index in range(20)) >= 19
     assert torch.equal(test[0, 3], test[7, 3])  # the test split is never varied
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 9, 17), (3, 40, 33)])
+def test_the_simple_steps_have_the_bits_of_torchvision(shape: tuple[int, ...], kind: torch.dtype) -> None:
+    image = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    image = image if kind is torch.uint8 else image / 255
+    theirs = v2.Compose([
+        v2.Resize(27), v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomCrop(24, padding=2),
+        v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD),
+    ])  # fmt: skip
+    ours = build_transform(24, 24 / 27, replace(PLAIN, horizontal_flip=True, shift=2))
+    for seed in range(4):
+        results = []
+        for transform in (theirs, ours):
+            torch.manual_seed(seed)
+            results.append((transform(image), torch.get_rng_state()))
+        assert all(torch.equal(*values) for values in zip(*results, strict=True))
 
 
 def test_synthetic_images_are_a_function_of_seed_and_index() -> None:

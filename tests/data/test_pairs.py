@@ -47,10 +47,28 @@ def test_one_file_is_split_by_target(tmp_path: Path) -> None:
     assert rows_of(fewer) == [row for row in rows_of(test) if int(row[0].split()[1]) >= 2000]
 
 
-def test_a_line_without_three_columns_is_named(tmp_path: Path) -> None:
-    (tmp_path / "pairs.tsv").write_text("a\tb\tde-en\na\tb\n")
-    with pytest.raises(InputError, match=r"^text file '\S+' line 2: must have 3 columns, "):
-        read_parallel_text(tmp_path / "pairs.tsv")
+def test_pairs_of_the_same_languages_need_not_name_them(tmp_path: Path) -> None:
+    for name in ("train.tsv", "test.tsv"):
+        (tmp_path / name).write_text("eins\tone\nzwei\ttwo\n")
+    train, test = read_parallel_text(tmp_path)
+    assert rows_of(train)[1][:2] == ("zwei", "two")
+    assert train.languages == test.languages
+    assert len(train.languages) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ("a\tb\tde-en\nc\n", "2 or 3 columns"),
+        ("a\tb\nc\t\n", "2 or 3 columns"),
+        ("a\tb\tde-en\nc\td\n", "third column"),
+    ],
+)
+def test_a_line_with_other_columns_is_named(tmp_path: Path, lines: str, fault: str) -> None:
+    for name in ("train.tsv", "test.tsv"):
+        (tmp_path / name).write_text(lines)
+    with pytest.raises(InputError, match=rf"^text file '\S+' line 2: .*{fault}"):
+        read_parallel_text(tmp_path)
 
 
 # --- names in many languages

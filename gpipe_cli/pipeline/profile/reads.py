@@ -30,6 +30,11 @@ class Reads(TorchDispatchMode):
         self.tensors: dict[int, torch.Tensor] = {}  # storage -> a tensor kept here, so that its storage lives
         self._made: set[int] = set()  # storages that operations allocated, some of them freed by now
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No layer is compiled inside: otherwise torch would import its compiler, most of a second, to leave it out."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

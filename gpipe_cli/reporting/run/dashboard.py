@@ -39,7 +39,6 @@ class Dashboard:
     with the error, and the others still receive everything. A dry run has no remote sinks."""
 
     def __init__(self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[OSError], None]) -> None:
-        """Sends the settings at once, so that the sinks have them even if the run is killed."""
         self._folder, self._run, self._failed = folder, run, failed
         self._prediction = result.prediction
         config = run.config
@@ -48,8 +47,6 @@ class Dashboard:
         self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and config.dry_run)}
         self._open: dict[Logger, Sink] = {}
         self._flushed = time.monotonic()
-        values = hyperparameters(config)
-        self._each(lambda sink: sink.settings(values))
         # horizontal lines to compare measured curves with
         self._constants = _tagged({
             "bubble_ideal": result.bubble.ideal,
@@ -58,7 +55,10 @@ class Dashboard:
         })  # fmt: skip
 
     def describe(self, config_yaml: str, banner: str) -> None:
-        """Sends the configuration and the banner as texts."""
+        """Sends the settings, and the configuration and the banner as texts: the sinks have them even if the run is
+        killed."""
+        values = hyperparameters(self._run.config)
+        self._each(lambda sink: sink.settings(values))
         for name, text in (("config", config_yaml), ("banner", banner)):
             self._text(name, self._run.first_step, text)
         self.flush()

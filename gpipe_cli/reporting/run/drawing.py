@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
@@ -25,13 +26,15 @@ class Drawing:
         self._run, self._show = run, show
         self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to this number
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
-        self._epoch_shown = False  # whether an epoch has ended, whose median step is to be drawn
+        self._epoch_shown = False  # whether the median step of a whole epoch, or of the whole run, is chosen
         self._next_drawing = 0.0  # no picture is drawn before this time.monotonic()
         self._undrawn: Callable[[], None] | None = None  # draws the last step that was chosen
 
     def add(self, step: StepDone, recorded: StepRecorded) -> None:
-        """Draws the median step of an epoch at its end."""
+        """Draws the median step of an epoch at its end, and what is left at the last step, while that is evaluated."""
         run = self._run
+        if not run.bench:  # the first steps are slow in any case, and the last picture need not wait for the import
+            import_module("gpipe_cli.reporting.plots.timeline")
         whole = step.samples == (run.config.batch_size or step.samples)  # an epoch's last mini-batch may be short
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         counted = self._median.counted
@@ -44,12 +47,15 @@ class Drawing:
                 self._epoch_shown = True
             if time.monotonic() >= self._next_drawing:
                 self._draw()
+        if step.step == run.total_steps:
+            self.finish(completed=True)
 
     def finish(self, *, completed: bool) -> None:
         """Draws what is left of a run that is completed, or of which nothing is drawn yet."""
         if completed or self._next_drawing == 0:
             if not self._epoch_shown:
                 self._choose()
+                self._epoch_shown = True
             self._draw()
 
     def measured(self, step: StepDone, recorded: StepRecorded) -> tuple[Timeline, Breakdown, int]:

@@ -1,0 +1,37 @@
+"""Keeps torch's compiler, whose import takes a second or two, out of processes that compile nothing."""
+
+import sys
+from contextlib import suppress
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+
+
+@cache
+def leave_out_compiler() -> None:
+    """Let operations on the meta device, and the constructors of optimizers, run without torch._dynamo.
+
+    Torch wraps the functions that its compiler must not enter. At the first call of each, the wrapper imports the
+    compiler, and keeps what is to be called instead in an attribute of the function. Here that is the function itself.
+    In a torch that does this in another way, the compiler is imported.
+    """
+    places = [
+        torch.optim.Optimizer,
+        *(module for name, module in sys.modules.items() if name.startswith("torch._refs")),
+    ]
+    waiting: list[Any] = [value for place in places for value in vars(place).values()]
+    seen = set()
+    with suppress(AttributeError, ValueError):
+        wrapper = torch._disable_dynamo(lambda: None).__code__
+        while waiting:
+            function = waiting.pop()
+            if not isinstance(function, FunctionType) or function in seen:
+                continue
+            seen.add(function)
+            inner = [cell.cell_contents for cell in function.__closure__ or ()]
+            waiting += inner
+            for wrapped in inner if function.__code__ is wrapper else ():
+                if isinstance(wrapped, FunctionType):
+                    wrapped.__dynamo_disable = wrapped  # type: ignore[attr-defined]  # torch reads it
