@@ -186,7 +186,8 @@ def test_no_row_is_lost_where_the_command_is_killed_as_a_checkpoint_is_complete(
     program.communicate(timeout=120)
     assert program.returncode == -signal.SIGKILL
     wait_until(lambda: not [*(tmp_path / "tmp").iterdir()], 20, "the end of the temporary files")
-    assert (step_of(checkpoints_in(run)[-1]), steps_of(run)) == (2, [1, 2])
+    # the next step is trained while the checkpoint is written, and may have been told of, too
+    assert (step_of(checkpoints_in(run)[-1]), steps_of(run)[:2]) == (2, [1, 2])
     assert command(*line, "model.target=custom_models:small", "max_steps=3") == 0
     assert steps_of(run) == [1, 2, 3]
 
