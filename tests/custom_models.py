@@ -42,14 +42,15 @@ def small(width: int = 6) -> nn.Sequential:
     )
 
 
-def small_without(call: str, error: int) -> nn.Sequential:
-    """`small`; from now on the call `module.function` fails in this process, as on a disk that does not offer it."""
+def small_without(calls: Sequence[str], error: int) -> nn.Sequential:
+    """`small`; from now on each call `module.function` fails in this process, as on a disk that does not offer it."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(error, os.strerror(error))
 
-    module, _, name = call.rpartition(".")
-    setattr(importlib.import_module(module), name, refuse)
+    for call in calls:
+        module, _, name = call.rpartition(".")
+        setattr(importlib.import_module(module), name, refuse)
     return small()
 
 
