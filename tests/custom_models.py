@@ -1,6 +1,7 @@
 """Models as a user writes them, for `model.target=custom_models:...`."""
 
 import functools
+import importlib
 import inspect
 import os
 import random
@@ -8,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -39,6 +40,18 @@ def small(width: int = 6) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(width, 4),
     )
+
+
+def small_without(calls: Sequence[str], error: int) -> nn.Sequential:
+    """`small`; from now on each call `module.function` fails in this process, as on a disk that does not offer it."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(error, os.strerror(error))
+
+    for call in calls:
+        module, _, name = call.rpartition(".")
+        setattr(importlib.import_module(module), name, refuse)
+    return small()
 
 
 def flattens(width: int = 4) -> nn.Sequential:

@@ -9,7 +9,7 @@ Departs from the paper: no colour distortion; a random crop that does not fit is
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
@@ -218,4 +218,5 @@ def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[S
             why = f"{name} has no {split} image of these classes; choose others or complete it"
             raise RefusedError("dataset.classes", classes, why)
         pixels: Pixels = Subset(samples.pixels, kept.tolist())  # type: ignore[arg-type]  # anything with an index
-        yield Samples(pixels, targets[kept], tuple(names[number] for number in classes))
+        chosen_names = tuple(names[number] for number in classes)
+        yield replace(samples, pixels=pixels, targets=targets[kept], class_names=chosen_names)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
@@ -59,6 +60,7 @@ class LoadedBatches:
                 for indices in [mini_batches.indices(epoch, position)]
                 if (share := mini_batches.share(epoch, position)).sizes
             ),
+            collate_fn=lambda batch: batch,  # torch's own would make tensors of arrays
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=partial(_set_up_worker, os.getpid()),
@@ -70,9 +72,10 @@ class LoadedBatches:
         try:
             self._batches: Any = iter(loader)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno in (errno.EAGAIN, errno.ENOMEM):  # no process can be forked
                 raise
-            raise _full(workers) from error
+            why = f"these processes need semaphores in /dev/shm ({error.strerror}); {_WITHOUT_SHARED_MEMORY}"
+            raise RefusedError("data_workers", workers, why) from error
         signal.signal(signal.SIGCHLD, earlier_handler)
         self._peeked: tuple[Tensor, ...] | None = None
 
@@ -102,7 +105,7 @@ class LoadedBatches:
         if isinstance(batch, str):
             self.close()
             raise InputError(batch)
-        return tuple(batch)
+        return tuple(map(torch.as_tensor, batch))
 
     def close(self) -> None:
         """End the workers and wait for them; may be called again."""
@@ -116,28 +119,23 @@ class LoadedBatches:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """Maps arguments of `Split.inputs` to a mini-batch, or to the message of an InputError: raised in a worker, the
-    exception would arrive as the text of its traceback."""
+    """Maps arguments of `Split.inputs` to a mini-batch, of arrays where /dev/shm has no room for its tensors; or to the
+    message of an InputError: raised in a worker, the exception would arrive as the text of its traceback."""
 
     split: Split
 
-    def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor, ...] | str:
+    def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor | np.ndarray, ...] | str:
         try:
             inputs = self.split.inputs(*key)
         except InputError as error:
             return str(error)
-        if (worker := get_worker_info()) is not None:
+        if get_worker_info() is not None:
             try:
                 for tensor in inputs:  # the loader would do it later, where a failure only loses the batch
                     tensor.share_memory_()
-            except RuntimeError:
-                return str(_full(worker.num_workers))
+            except RuntimeError:  # the loader copies arrays through a pipe
+                return tuple(tensor.numpy() for tensor in inputs)
         return inputs
-
-
-def _full(workers: int) -> RefusedError:
-    why = f"/dev/shm is full, through which these processes hand over what they load; {_WITHOUT_SHARED_MEMORY}"
-    return RefusedError("data_workers", workers, why)
 
 
 def _set_up_worker(served: int, _worker: int) -> None:

@@ -3,6 +3,7 @@
 The GPipe paper has none: they are what a U-Net is trained on.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,8 @@ def read_masks(root: Path, dataset: ImagesConfig) -> tuple[Samples, Samples]:
 
 
 def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
-    images, masks = _files_in(folder / "images"), _files_in(folder / "masks")
+    skipped = Counter[str]()
+    images, masks = _files_in(folder / "images", skipped), _files_in(folder / "masks", skipped)
     if missing := sorted(images.keys() - masks.keys()):
         why = f"'{folder / 'masks'}' has no mask for {len(missing)} of {len(images)} images ({missing[0]}, ...)"
         raise RefusedError("dataset.root", dataset.root, f"{why}; add them, or remove the images")
@@ -138,15 +140,16 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
         raise RefusedError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
     image_paths = tuple(images[name] for name in names)
     targets = MaskFiles(image_paths, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
-    return Samples(Files(image_paths), targets, _names(dataset))
+    return Samples(Files(image_paths), targets, _names(dataset), skipped)
 
 
-def _files_in(folder: Path) -> dict[str, str]:
-    """Name without suffix -> path of each image file in a folder. Raises RefusedError for two files of a name."""
+def _files_in(folder: Path, skipped: Counter[str]) -> dict[str, str]:
+    """Name without suffix -> path of each image file in a folder; others are counted in `skipped`. Raises RefusedError
+    for two files of a name."""
     paths: dict[str, str] = {}
     try:
         for path in sorted(folder.iterdir()):
-            if not is_image(str(path)):
+            if not is_image(str(path), skipped):
                 continue
             if path.stem in paths:
                 why = f"'{paths[path.stem]}' and '{path}' have the same name; remove or rename one"

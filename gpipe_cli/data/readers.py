@@ -5,9 +5,11 @@ first step, each reader checks what a user can get wrong, without decoding an im
 """
 
 import math
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
 from importlib.util import find_spec
@@ -52,17 +54,21 @@ class Targets(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One split: pixels, targets, and class names, which the targets index."""
+    """One split: pixels, targets, class names, which the targets index, and how many files of each ending were beside
+    them that are neither images nor hidden."""
 
     pixels: Pixels
     targets: Targets
     class_names: tuple[str, ...]
+    skipped: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of_files(cls, listed: Sequence[tuple[str, int]], class_names: tuple[str, ...]) -> "Samples":
+    def of_files(
+        cls, listed: Sequence[tuple[str, int]], class_names: tuple[str, ...], skipped: Counter[str] | None = None
+    ) -> "Samples":
         """Samples from (path, target) of each image file."""
         targets = torch.tensor([target for _, target in listed], dtype=torch.int64)
-        return cls(Files(tuple(path for path, _ in listed)), targets, class_names)
+        return cls(Files(tuple(path for path, _ in listed)), targets, class_names, skipped or Counter())
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,16 +111,21 @@ def decoded(path: str) -> "Iterator[Image]":
         yield image
 
 
-def is_image(path: str) -> bool:
-    """Whether a file is a picture that is not hidden, by its name; a file without an ending is looked into."""
+def is_image(path: str, skipped: Counter[str]) -> bool:
+    """Whether a file is a picture that is not hidden, by its name; a file without an ending is looked into. One that is
+    neither hidden nor a picture is counted in `skipped`, by its ending."""
     from PIL import Image, UnidentifiedImageError
 
     name = Path(path).name
-    if "." in name:
-        return name[0] != "." and name.lower().endswith(ENDINGS)
-    with suppress(UnidentifiedImageError, OSError), open_regular(Path(path)) as file, Image.open(file):
-        return True
-    return False
+    if name.startswith("."):
+        return False
+    shown = name.lower().endswith(ENDINGS)
+    if "." not in name:
+        with suppress(UnidentifiedImageError, OSError), open_regular(Path(path)) as file, Image.open(file):
+            shown = True
+    if not shown and os.path.isfile(path):
+        skipped[Path(path).suffix.lower() or "no ending"] += 1
+    return shown
 
 
 @dataclass(frozen=True)
@@ -195,16 +206,18 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
     test = next((name for name in test_names if (root / name).is_dir()), test_names[0])
     splits = []
     for folder in (root / "train", root / test):
+        skipped = Counter[str]()
         try:
             numbers = {name: number for number, name in enumerate(folders_in(folder))}
-            listed = make_dataset(str(folder), numbers, is_valid_file=partial(_is_shown_image, str(folder)))
+            listed = make_dataset(str(folder), numbers, is_valid_file=partial(_is_shown_image, str(folder), skipped))
         except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
             endings = f"files end in {' '.join(ENDINGS)}, or have no ending"
             why = f"'{folder}' cannot be read ({one_line(error).partition(' Supported')[0]}); {endings}; {expected}"
             raise RefusedError("dataset.root", root, why) from error
-        splits.append(Samples.of_files(listed, tuple(numbers)))
+        splits.append(Samples.of_files(listed, tuple(numbers), skipped))
     return splits[0], splits[1]
 
 
-def _is_shown_image(folder: str, path: str) -> bool:
-    return "/." not in path[len(folder) :] and is_image(path)  # a notebook server keeps copies in hidden folders
+def _is_shown_image(folder: str, skipped: Counter[str], path: str) -> bool:
+    # a notebook server keeps copies in hidden folders
+    return "/." not in path[len(folder) :] and is_image(path, skipped)

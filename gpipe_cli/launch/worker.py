@@ -140,8 +140,12 @@ def _set_up_compiler() -> None:
 
     key = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(key, default_cache_dir()) == default_cache_dir():  # torch may have set its default
-        with contextlib.suppress(InputError):  # without a cache folder, torch's temporary folder is used
-            os.environ[key] = str(cache_folder(None) / "compiled")
+        # without a cache folder that can be written, torch's temporary folder is used
+        with contextlib.suppress(InputError, OSError):
+            folder = cache_folder(None) / "compiled"
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                os.environ[key] = str(folder)
 
 
 def _set_up_gpu(precision: str, deterministic: bool) -> None:

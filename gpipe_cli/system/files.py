@@ -21,6 +21,8 @@ from uuid import uuid4
 LOCK = ".lock"  # a file in the folder of a run or a sweep while a process works there
 PARTIAL = ".*.partial"  # names of files that are being written
 MOST_BYTES = 2**24  # limit of a text file that is read whole: a thousand times the usual size
+_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system's answers to a call that it does not know
+_NOT_RENAMED = (*_NOT_OFFERED, errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY, errno.EXDEV)
 
 
 class FolderInUseError(Exception):
@@ -42,19 +44,29 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
                 pieces = [content.encode()] if isinstance(content, str) else content
                 file.writelines([pieces] if isinstance(pieces, bytes) else pieces)
                 file.flush()
-                os.fsync(file.fileno())
-            _put_in_place(beside, path)
+                sync(file.fileno())
+            put_in_place(beside, path)
         finally:
             beside.unlink(missing_ok=True)
 
 
-def _put_in_place(whole: Path, path: Path) -> None:
-    """Rename `whole` to `path`. Some network mounts refuse to while another program has `path` open, but do let it be
-    overwritten; then a reader may find a part."""
+def sync(descriptor: int) -> None:
+    """Have a file, or the entries of a folder, written to the disk, where the file system offers that: some network
+    mounts have no fsync for folders. Raises OSError if the disk refuses."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
+
+
+def put_in_place(whole: Path, path: Path) -> None:
+    """Rename the file `whole` to `path`. Some network mounts refuse to, at all or while another program has `path`
+    open, but do let it be overwritten; then a reader may find a part, and `whole` stays. Raises OSError."""
     try:
         whole.replace(path)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY) or not path.is_file():
+        if error.errno not in _NOT_RENAMED:
             raise
         shutil.copyfile(whole, path)
 

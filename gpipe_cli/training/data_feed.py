@@ -4,6 +4,7 @@ A catalogue says how many samples a split has and how long they are. From it, th
 cuts the same mini-batches, so that their sizes need not be sent.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
+from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.masked_text import SELECTED, MaskedText
 from gpipe_cli.data.micro_batches import Share
@@ -194,6 +196,10 @@ class Data:
         train, test = self._splits
         facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
         notes: Notes = ()
+        not_images = [split.samples.skipped for split in self._splits if isinstance(split, ImageSplit)]
+        if skipped := sum(not_images, Counter[str]()):
+            kinds = ", ".join(f"{count:,} of {ending}" for ending, count in skipped.most_common(4))
+            notes += (("skipped", f"{plural(skipped.total(), 'file')}, not read as images: {kinds}"),)
         if isinstance(train, MaskedText) and isinstance(test, MaskedText):
             notes += (("masked", f"{SELECTED:.0%} of the tokens, which are predicted; others are not counted"),)
             train, test = train.windows, test.windows

@@ -12,6 +12,7 @@ from torch import nn
 from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models.hugging_face_weights import as_transformers, found_file
 from gpipe_cli.pipeline.runtime.boundary import Tensors
+from gpipe_cli.system.files import put_in_place
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ONE_FILE = 2**62  # bytes: a single file, as in all other formats
@@ -42,7 +43,7 @@ def write_folder(
         for path in [path for path in written if path.is_file()]:
             place = folder / path.relative_to(draft)
             place.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(place)
+            put_in_place(path, place)
     return len({parameter.data_ptr() for parameter in model.state_dict().values()})
 
 

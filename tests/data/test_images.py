@@ -126,7 +126,11 @@ def test_folders_are_classes(tmp_path: Path, test_name: str) -> None:
     (tmp_path / "train/.ipynb_checkpoints").mkdir()
     (tmp_path / "train/cat/notes.txt").write_text("not an image")
     (tmp_path / "train/cat/._a.jpg").write_bytes(b"what macOS leaves behind")
+    (tmp_path / "train/dog/phone.HEIC").write_bytes(b"what this Pillow cannot read")
+    (tmp_path / "train/dog/README").write_text("not an image")
     train, test = open_folder(tmp_path)
+    assert train.samples.skipped == {".txt": 1, ".heic": 1, "no ending": 1}, "skipped without a word"
+    assert not test.samples.skipped
     assert train.samples.class_names == test.samples.class_names == ("cat", "dog")
     assert train.samples.targets.tolist() == [0, 0, 0, 1, 1]
     assert test.samples.targets.tolist() == [0, 1, 1]

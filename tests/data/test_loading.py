@@ -57,20 +57,32 @@ def test_workers_change_nothing_and_end_with_the_run_or_before(train: ImageSplit
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's loader, half made
-@pytest.mark.parametrize("refused", ["a semaphore", "a batch"])
-def test_shared_memory_that_is_full_is_named_with_the_setting(
-    train: ImageSplit, refused: str, monkeypatch: pytest.MonkeyPatch
+def test_shared_memory_without_room_for_a_semaphore_is_named_with_the_setting(
+    train: ImageSplit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container with 64 KiB at /dev/shm the line was "No space left on device"; with 1 MiB a batch was lost, and
-    the run waited for it until its timeout."""
+    """In a container with 64 KiB at /dev/shm the line was "No space left on device"."""
 
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device") if refused == "a semaphore" else RuntimeError("shm")
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    where = (multiprocessing.synchronize._multiprocessing, "SemLock")
-    monkeypatch.setattr(*(where if refused == "a semaphore" else (torch.Tensor, "share_memory_")), full)
-    with pytest.raises(InputError, match=r"^data_workers=2: /dev/shm is full.* data_workers=0$"):
-        next(LoadedBatches(train, MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True), 0, 0, 3, workers=2))
+    monkeypatch.setattr(multiprocessing.synchronize._multiprocessing, "SemLock", full)
+    with pytest.raises(InputError, match=r"^data_workers=2: .*/dev/shm.* data_workers=0$"):
+        LoadedBatches(train, MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True), 0, 0, 3, workers=2)
+
+
+def test_shared_memory_without_room_for_a_batch_is_not_needed(
+    train: ImageSplit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 1 MiB at /dev/shm, a training failed at its first step, or at the first large batch."""
+
+    def full(*_: object) -> None:
+        raise RuntimeError("No space left on device")
+
+    mini_batches = MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True)
+    whole = list(LoadedBatches(train, mini_batches, 0, 0, 3, workers=0))
+    for name in ("share_memory_", "untyped_storage"):
+        monkeypatch.setattr(torch.Tensor, name, full)  # the loader shares storages
+    assert_same(LoadedBatches(train, mini_batches, 0, 0, 3, workers=1), whole)
 
 
 def test_broken_image_reaches_the_consumer_as_one_line(train: ImageSplit, tmp_path: Path) -> None:

@@ -53,7 +53,11 @@ def folder(root: Path) -> Path:
 
 
 def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> None:
-    train, test = opened("image_masks", folder(tmp_path), num_classes=2, augmentation=None)
+    root = folder(tmp_path)
+    for name in ("Thumbs.db", "b.heic", "._a.jpg"):
+        (root / "train" / "images" / name).write_bytes(b"not read")
+    train, test = opened("image_masks", root, num_classes=2, augmentation=None)
+    assert train.samples.skipped == {".db": 1, ".heic": 1}
     mask = train.targets_of(0, FIRST)[0]
     assert torch.equal(mask, test.targets_of(0, FIRST)[0])
     assert train[0, 0].shape == (3, 8, 8)

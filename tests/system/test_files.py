@@ -49,17 +49,16 @@ def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_program_has_open_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network mount that renames nothing over it would end the run."""
+    """A network mount that renames nothing over it, or nothing at all, would end the run."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     write_whole(tmp_path / "page.html", "old and longer")
     monkeypatch.setattr(os, "replace", refuse)
-    write_whole(tmp_path / "page.html", "new")
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"page.html": "new"}
-    with pytest.raises(PermissionError, match=r"first\.html'"):
-        write_whole(tmp_path / "first.html", "new")
+    for name in ("page.html", "first.html"):
+        write_whole(tmp_path / name, "new")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"page.html": "new", "first.html": "new"}
 
 
 def test_two_files_can_be_written_at_once(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """A run that cannot write: what it can do without is left out, what it cannot do without ends it in one line."""
 
+import errno
+import importlib
 import re
 from pathlib import Path
 
 import pytest
-from training_runs import TINY, command, command_struck, configure, final_tensors, train_here, wait_until
+from training_runs import TINY, command, command_struck, configure, final_tensors, steps_of, train_here, wait_until
 
 from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.system.forked_call import Fork
@@ -50,6 +52,39 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     capsys.readouterr()
     assert command(*goes_on, "epochs=4") == 1
     assert capsys.readouterr().err == f"gpipe train: {run}/result.json: Is a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("calls", "error"),
+    [
+        (["os.symlink"], errno.EPERM),  # FAT
+        (["os.link"], errno.EOPNOTSUPP),
+        (["os.link", "os.chmod"], errno.EPERM),
+        (["fcntl.flock"], errno.ENOLCK),  # NFS
+        (["os.fsync"], errno.EINVAL),  # SMB, for folders
+        (["os.replace"], errno.EACCES),  # SMB, over a file that another program has open
+        (["os.rename"], errno.ENOSYS),  # object storage, for folders
+    ],
+)
+def test_a_disk_may_lack_a_call(calls: list[str], error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fsync, chmod or a rename the run once failed: after its last step, or before the first step of one that
+    goes on in another folder."""
+    for call in calls:  # this process builds the model, too
+        module, _, name = call.rpartition(".")
+        monkeypatch.setattr(call, getattr(importlib.import_module(module), name))
+    runs = [tmp_path / "run", tmp_path / "other"]
+    lacks = [
+        "model.target=custom_models:small_without",
+        f"model.arguments={{calls: [{','.join(calls)}], error: {error}}}",
+    ]
+    settings = [*RUN, *lacks, "checkpoint.keep=1", "logger=[csv]"]
+    assert command("train", *settings, "epochs=2", f"run_folder={runs[0]}") == 0
+    assert command("train", f"resume={runs[0]}", f"run_folder={runs[1]}", "epochs=3") == 0
+    assert command("export", f"run={runs[1]}") == 0
+    assert command("compare", *map(str, runs)) == 0
+    for run, steps in zip(runs, (6, 9), strict=True):
+        assert (read_result(run)["status"], steps_of(run)[-1]) == ("completed", steps)
+        assert (run / "checkpoints" / f"step_{steps:08}").is_dir()
 
 
 def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

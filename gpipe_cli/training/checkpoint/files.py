@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import read_json, regular_size, write_whole
+from gpipe_cli.system.files import put_in_place, read_json, regular_size, sync, write_whole
 from gpipe_cli.training.events import Tested
 
 FORMAT = 2
@@ -193,7 +193,7 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
                 file.write(part)
                 digest.update(part)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
     return WrittenFile(path.name, sum(map(len, parts)), digest.hexdigest(), tuple(tensors))
 
 
@@ -253,10 +253,10 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
         _sync_folder(draft)
         # a run resumed from an earlier checkpoint may reach this step again, and then replaces its checkpoint
         replaced = draft.parent / f".{final.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: `rename` needs it gone
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: to rename needs it gone
         if final.exists():
-            final.rename(replaced)
-        draft.rename(final)
+            _rename(final, replaced)
+        _rename(draft, final)
         shutil.rmtree(replaced, ignore_errors=True)
         _point(final.parent / "last", final.name)
         if (final.parent / best).exists():
@@ -266,8 +266,21 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
         not_later = [checkpoint for checkpoint in complete if step_of(checkpoint) <= progress.step]
         for checkpoint in complete:
             if checkpoint not in not_later[-keep:] and checkpoint.name != best:
-                shutil.rmtree(checkpoint)
+                # a network mount keeps files that another program has open; the next checkpoint removes them
+                shutil.rmtree(checkpoint, ignore_errors=True)
     return final
+
+
+def _rename(folder: Path, path: Path) -> None:
+    """Rename the folder of a checkpoint. Where the file system renames no folders, its files move: the index last, as
+    a folder without it is no checkpoint."""
+    try:
+        folder.rename(path)
+    except OSError:
+        path.mkdir(exist_ok=True)
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == "index.json"):
+            put_in_place(file, path / file.name)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def adopt(last: Path, run_folder: Path) -> None:
@@ -283,31 +296,36 @@ def adopt(last: Path, run_folder: Path) -> None:
         adopted = target / checkpoint.name
         with writing(adopted):
             target.mkdir(exist_ok=True)
-            if not adopted.exists():
+            if not (adopted / "index.json").exists():
                 draft = adopted.with_name(f".{checkpoint.name}.writing")
-                shutil.copytree(checkpoint, draft, copy_function=_link_or_copy)
-                draft.rename(adopted)
+                draft.mkdir()
+                for file in checkpoint.iterdir():
+                    _link_or_copy(file, draft / file.name)
+                _rename(draft, adopted)
             _point(target / link, checkpoint.name)
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     """Hard links are safe: files of a checkpoint never change, so two folders may share them."""
     try:
-        os.link(source, target)
+        target.hardlink_to(source)
     except OSError:
-        shutil.copy2(source, target)
+        shutil.copyfile(source, target)  # without the mode and the times, which some file systems refuse to set
 
 
 def _point(link: Path, target: str) -> None:
     """Make the symlink `link` (`last` or `best`, for people and scripts) point to `target`, atomically; on a file
-    system without links, a file with the name of the target."""
+    system without links, or that does not rename over one, a file with the name of the target."""
     draft = link.with_name(f".{link.name}.writing")
     draft.unlink(missing_ok=True)
     try:
         draft.symlink_to(target)
+        draft.replace(link)
     except OSError:
-        draft.write_text(f"{target}\n", encoding="utf-8")
-    draft.replace(link)
+        draft.unlink(missing_ok=True)
+        if link.is_symlink():
+            link.unlink()
+        write_whole(link, f"{target}\n")
 
 
 def read_index(checkpoint: Path) -> Index:
@@ -437,6 +455,6 @@ def _layer(name: str) -> str:
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
