@@ -5,6 +5,7 @@ The GPipe paper has none: they are what a U-Net is trained on.
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError
 
 NOTHING = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
+_LOOKED_AT = 16  # masks of a split that are read before the first step
 SHAPES = 4  # ellipses in a synthetic image
 
 
@@ -140,7 +142,21 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
         raise RefusedError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
     image_paths = tuple(images[name] for name in names)
     targets = MaskFiles(image_paths, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
+    if _values_of(targets.masks[:_LOOKED_AT]) == {0, NOTHING}:
+        why = (
+            f"the masks in '{folder / 'masks'}' have the values 0 and {NOTHING} only, and {NOTHING} is nothing to learn"
+        )
+        raise RefusedError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
     return Samples(Files(image_paths), targets, _names(dataset), skipped)
+
+
+def _values_of(paths: Sequence[str]) -> set[int]:
+    """The values of pixels in these masks; damaged ones are refused when they are needed."""
+    values = set[int]()
+    for path in paths:
+        with suppress(Exception), decoded(path) as image:
+            values |= set(np.unique(np.asarray(image)).tolist())
+    return values
 
 
 def _files_in(folder: Path, skipped: Counter[str]) -> dict[str, str]:

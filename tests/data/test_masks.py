@@ -91,6 +91,9 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
             train.targets_of(0, FIRST)
+    Image.fromarray(np.eye(8, 12, dtype=np.uint8) * 255).save(mask)  # all of 255 was left out without a word
+    with pytest.raises(RefusedError, match=r"^dataset\.root=.*0 and 255 only.*1 for the other class"):
+        opened("image_masks", root, num_classes=2, augmentation=None)
     twin = root / "train" / "images" / "a.png"
     write_image(twin, size=(12, 8))
     with pytest.raises(
