@@ -111,11 +111,11 @@ class Pool:
             own += tensors
             made |= by_tape
         counts = Counter(map(storage, own))
+        memories = {storage(tensor): tensor.untyped_storage() for tensor in own}  # Python's own objects, held here
         return [
-            one.untyped_storage()
-            for one in {storage(tensor): tensor for tensor in own}.values()
-            if storage(one) in made
-            and torch._C._storage_Use_Count(storage(one)) <= counts[storage(one)] + 1  # Python's own object of it
+            memory
+            for number, memory in memories.items()
+            if number in made and torch._C._storage_Use_Count(number) <= counts[number] + 1
         ]
 
 
