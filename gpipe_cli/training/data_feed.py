@@ -24,6 +24,7 @@ from gpipe_cli.data.masked_text import SELECTED, MaskedText
 from gpipe_cli.data.micro_batches import Share
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
+from gpipe_cli.data.readers import Files
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
@@ -196,6 +197,8 @@ class Data:
         train, test = self._splits
         facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
         notes: Notes = ()
+        if isinstance(train, ImageSplit) and isinstance(train.samples.pixels, Files):
+            notes += (("images", train.samples.pixels.described()),)
         not_images = [split.samples.skipped for split in self._splits if isinstance(split, ImageSplit)]
         if skipped := sum(not_images, Counter[str]()):
             kinds = ", ".join(f"{count:,} of {ending}" for ending, count in skipped.most_common(4))

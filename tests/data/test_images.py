@@ -169,6 +169,11 @@ def test_pixels_keep_their_values(tmp_path: Path) -> None:
         ("turned.png", np.rot90(grey, -1)),
     ):
         assert np.array_equal(Files((str(tmp_path / name),))[0][1], wanted), name
+    words = Files(tuple(str(path) for path in sorted(tmp_path.iterdir()))).described()
+    assert words.startswith("4 files: ")
+    assert {"16-bit grey (scaled to 8) 2", "8-bit RGB drawn on white 1", "8-bit grey 1; 1 turned by their tag"} == {
+        *words.removeprefix("4 files: ").split(", ")
+    }
     for kind in (np.int32, np.float32):
         Image.fromarray(grey.astype(kind)).save(tmp_path / "wide.tif")
         with pytest.raises(InputError, match=r"wide\.tif': has 32-bit numbers.*; save it with 8 bits$"):
