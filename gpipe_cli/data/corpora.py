@@ -228,7 +228,7 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
     for number, line in enumerate(read_utf8(file).split("\n"), 1):
         if not line.strip():
             continue
-        columns = [column.strip() for column in line.split("\t")]
+        columns = [column.strip() for column in line.rstrip("\t\r ").split("\t")]
         if len(columns) == 2:
             columns.append(_UNNAMED)
         if len(columns) != 3 or not all(columns) or not _LANGUAGES.fullmatch(columns[2]):

@@ -5,8 +5,8 @@ The GPipe paper has none: they are what a U-Net is trained on.
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError
 
 NOTHING = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
-_LOOKED_AT = 16  # masks of a split that are read before the first step
+_LOOKED_AT = 16  # masks from all of a split, which are read before others
 SHAPES = 4  # ellipses in a synthetic image
 
 
@@ -126,9 +126,15 @@ def read_ellipses(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
 
 def read_masks(root: Path, dataset: ImagesConfig) -> tuple[Samples, Samples]:
     """Images in root/train/images and root/test/images, or root/val/images, and their masks, files of the same names
-    before the suffix, in root/.../masks. Raises InputError if a folder, or the mask of an image, is missing."""
+    before the suffix, in root/.../masks. Raises InputError if a folder, or the mask of an image, is missing, or if no
+    training mask has a class but 0."""
     test = next((name for name in ("test", "val") if (root / name).is_dir()), "test")
-    return _read_split(root / "train", dataset), _read_split(root / test, dataset)
+    train = _read_split(root / "train", dataset)
+    assert isinstance(train.targets, MaskFiles)
+    if _name_no_class(train.targets.masks):
+        why = f"all training masks have the values 0 and {NOTHING} only, and {NOTHING} is nothing to learn"
+        raise RefusedError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
+    return train, _read_split(root / test, dataset)
 
 
 def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
@@ -142,21 +148,24 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
         raise RefusedError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
     image_paths = tuple(images[name] for name in names)
     targets = MaskFiles(image_paths, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
-    if _values_of(targets.masks[:_LOOKED_AT]) == {0, NOTHING}:
-        why = (
-            f"the masks in '{folder / 'masks'}' have the values 0 and {NOTHING} only, and {NOTHING} is nothing to learn"
-        )
-        raise RefusedError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
     return Samples(Files(image_paths), targets, _names(dataset), skipped)
 
 
-def _values_of(paths: Sequence[str]) -> set[int]:
-    """The values of pixels in these masks; damaged ones are refused when they are needed."""
+def _name_no_class(masks: Sequence[str]) -> bool:
+    """Whether the masks have pixels of class 0 and of NOTHING, and no others: the first mask of another kind, a damaged
+    one among them, ends the search, which begins with masks from all of the split."""
     values = set[int]()
-    for path in paths:
-        with suppress(Exception), decoded(path) as image:
-            values |= set(np.unique(np.asarray(image)).tolist())
-    return values
+    stride = -(-len(masks) // _LOOKED_AT)
+    for path in chain.from_iterable(masks[start::stride] for start in range(stride)):
+        try:
+            with decoded(path) as image:
+                pixels = np.asarray(image)
+        except Exception:  # it is refused when it is needed, with its name
+            return False
+        values.update(np.unique(pixels).tolist())
+        if pixels.ndim > 2 or values - {0, NOTHING}:
+            return False
+    return values == {0, NOTHING}
 
 
 def _files_in(folder: Path, skipped: Counter[str]) -> dict[str, str]:

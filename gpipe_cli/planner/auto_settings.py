@@ -23,7 +23,7 @@ from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import SHORTEST, CostsOf, fits, plan_step
-from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
+from gpipe_cli.planner.model_profile import ModelProfile, number_of_layers, profile_model, refuse_single_samples
 from gpipe_cli.planner.plan import Candidate, Choice, Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
@@ -32,7 +32,6 @@ from gpipe_cli.units import size
 
 _AS_GOOD = 1.01  # accuracy of predictions: among candidates this close the first wins, which has the smallest settings
 _MOST_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
-_ESTIMATES = 8  # sizes of a model that are tried by estimates of the largest that fits, before bisection
 _SILENT_SECONDS = 5.0
 
 
@@ -338,20 +337,26 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
         tried: dict[int, Candidate] = {}
         allowed = int(bounds(config.model, key).most)
         most = allowed // step * step
-        # the largest size that fits is at least `low` and below `high`
+        # the largest size that fits is at least `low`, which fits or has too few layers, and below `high`
         low, high = 0, most + step
         guess = min(max(step, getattr(config.model, key) // step * step), most)
         while high - low > step:
             grown = replace(config, model=replace(config.model, **{key: guess}))
-            profile = profile_model(grown)
-            tried[guess] = _Planner(profile, predicted_costs, None).candidate(str(guess), grown)
-            fits = tried[guess].plan is not None
-            if time.monotonic() - began > _SILENT_SECONDS:
-                log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")
+            fits = True
+            if number_of_layers(grown) >= config.partitions:
+                tried[guess] = _Planner(profile_model(grown), predicted_costs, None).candidate(str(guess), grown)
+                fits = tried[guess].plan is not None
+                if time.monotonic() - began > _SILENT_SECONDS:
+                    log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")
             low, high = (guess, high) if fits else (low, guess)
-            estimate = _full_size(tried) if len(tried) < _ESTIMATES else (low + high) / 2
-            at_least = low + step if high <= most else max(step, 2 * low)
-            guess = int(min(max(estimate // step * step, at_least), high - step))
+            estimate = _full_size(tried) if tried else 0.0
+            if high > most:
+                guess = min(max(estimate, 2 * low), 16 * low)
+            else:  # estimates and halves take turns: where memory hardly grows with the size, estimates go astray
+                margin = (high - low) / 8
+                halves = len(tried) % 2
+                guess = (low + high) / 2 if halves else min(max(estimate, low + margin), high - margin)
+            guess = min(max(int(guess) // step * step, low + step), high - step)
         end = "" if low < most else f"; the setting allows no more than {allowed}"
         rule = f"the largest that fits, everything else as given{end}"
         candidates = tuple(tried[guess] for guess in sorted(tried))

@@ -22,7 +22,8 @@ LOCK = ".lock"  # a file in the folder of a run or a sweep while a process works
 PARTIAL = ".*.partial"  # names of files that are being written
 MOST_BYTES = 2**24  # limit of a text file that is read whole: a thousand times the usual size
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system's answers to a call that it does not know
-_NOT_RENAMED = (*_NOT_OFFERED, errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY, errno.EXDEV)
+# answers of file systems that do not rename, or not over a file that is there
+NOT_RENAMED = (*_NOT_OFFERED, errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY, errno.EXDEV)
 
 
 class FolderInUseError(Exception):
@@ -66,9 +67,11 @@ def put_in_place(whole: Path, path: Path) -> None:
     try:
         whole.replace(path)
     except OSError as error:
-        if error.errno not in _NOT_RENAMED:
+        if error.errno not in NOT_RENAMED:
             raise
         shutil.copyfile(whole, path)
+        with path.open("rb+") as copy:
+            sync(copy.fileno())
 
 
 @contextmanager

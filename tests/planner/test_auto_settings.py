@@ -161,7 +161,7 @@ def test_the_largest_model_fits_and_the_next_one_does_not(
     plan = solve_max_model(config)
     solved, profile, (choice,) = plan.config, plan.profile, plan.choices
     limit, layers = layout_of(config).limit_bytes, solved.model.layers
-    assert len(built) <= len(choice.candidates) <= 8
+    assert len(built) <= len(choice.candidates) + 2 <= 14
     assert max(stage.total_bytes for stage in plan.memory) <= limit
     assert len(profile.costs) == layers + 2 > least
     assert choice.chosen.value == str(layers)
@@ -169,6 +169,15 @@ def test_the_largest_model_fits_and_the_next_one_does_not(
     larger = profile_model(more)
     with pytest.raises(TooLargeError):
         plan_of(more, larger, limit)
+
+
+def test_the_largest_model_has_a_layer_for_each_partition() -> None:
+    """An estimate of the size had fewer layers than partitions, and was refused."""
+    config = configure(*LM, "model.layers=64", "partitions=16", "hardware.memory_gib=0.0002")
+    with pytest.raises(NothingFitsError, match="not even the smallest"):
+        solve_max_model(config)
+    plan = solve_max_model(replace(config, hardware=replace(config.hardware, memory_gib=0.0004)))
+    assert plan.config.model.layers == 16
 
 
 def test_the_largest_model_says_if_the_setting_allows_no_larger_one() -> None:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import put_in_place, read_json, regular_size, sync, write_whole
+from gpipe_cli.system.files import NOT_RENAMED, put_in_place, read_json, regular_size, sync, write_whole
 from gpipe_cli.training.events import Tested
 
 FORMAT = 2
@@ -253,7 +253,7 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
         _sync_folder(draft)
         # a run resumed from an earlier checkpoint may reach this step again, and then replaces its checkpoint
         replaced = draft.parent / f".{final.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: to rename needs it gone
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: a rename needs it gone
         if final.exists():
             _rename(final, replaced)
         _rename(draft, final)
@@ -276,7 +276,9 @@ def _rename(folder: Path, path: Path) -> None:
     a folder without it is no checkpoint."""
     try:
         folder.rename(path)
-    except OSError:
+    except OSError as error:
+        if error.errno not in NOT_RENAMED:
+            raise
         path.mkdir(exist_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.name == "index.json"):
             put_in_place(file, path / file.name)
@@ -298,6 +300,7 @@ def adopt(last: Path, run_folder: Path) -> None:
             target.mkdir(exist_ok=True)
             if not (adopted / "index.json").exists():
                 draft = adopted.with_name(f".{checkpoint.name}.writing")
+                shutil.rmtree(draft, ignore_errors=True)  # left by an earlier start
                 draft.mkdir()
                 for file in checkpoint.iterdir():
                     _link_or_copy(file, draft / file.name)
