@@ -267,7 +267,7 @@ def amoebanet(
         batch_norm_epsilon: 1e-3 is the default of the reference's network.
         drop_path: probability of dropping an operation's result for an example, at the end of training.
         stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it.
-        make: calls the class of a cell; see `build_model`.
+        make: makes a cell of a class and its arguments; `build_model` gives one that makes equal cells once.
 
     Raises InputError if `filters` is not a multiple of 16 (small stem: 4) or a map is too small for the auxiliary head.
     """

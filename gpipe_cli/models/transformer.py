@@ -222,7 +222,7 @@ def transformer_lm(
 
     The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: width between the two maps of a
     feed-forward sublayer. dropout: probability of dropping an entry of a sublayer's output. tie_embeddings: embedding
-    and softmax have the same matrix. make: calls the class of a layer; see `build_model`.
+    and softmax have the same matrix. make: makes a layer, as in `amoebanet`.
 
     Raises InputError for an odd width, and if `heads` does not divide the width.
     """
