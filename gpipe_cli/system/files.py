@@ -61,6 +61,13 @@ def sync(descriptor: int) -> None:
             raise
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file's content to the disk, without the mode and the times, which some file systems refuse to set."""
+    shutil.copyfile(source, target)
+    with target.open("rb+") as copy:
+        sync(copy.fileno())
+
+
 def put_in_place(whole: Path, path: Path) -> None:
     """Rename the file `whole` to `path`. Some network mounts refuse to, at all or while another program has `path`
     open, but do let it be overwritten; then a reader may find a part, and `whole` stays. Raises OSError."""
@@ -69,9 +76,7 @@ def put_in_place(whole: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in NOT_RENAMED:
             raise
-        shutil.copyfile(whole, path)
-        with path.open("rb+") as copy:
-            sync(copy.fileno())
+        copy_file(whole, path)
 
 
 @contextmanager

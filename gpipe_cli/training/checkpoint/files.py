@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import NOT_RENAMED, put_in_place, read_json, regular_size, sync, write_whole
+from gpipe_cli.system.files import NOT_RENAMED, copy_file, put_in_place, read_json, regular_size, sync, write_whole
 from gpipe_cli.training.events import Tested
 
 FORMAT = 2
@@ -272,16 +272,19 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
 
 
 def _rename(folder: Path, path: Path) -> None:
-    """Rename the folder of a checkpoint. Where the file system renames no folders, its files move: the index last, as
-    a folder without it is no checkpoint."""
+    """Rename the folder of a checkpoint. Where the file system renames no folders, its files are copied: the index
+    comes last and goes first, as a folder without it is no checkpoint."""
     try:
         folder.rename(path)
     except OSError as error:
         if error.errno not in NOT_RENAMED:
             raise
         path.mkdir(exist_ok=True)
-        for file in sorted(folder.iterdir(), key=lambda file: file.name == "index.json"):
-            put_in_place(file, path / file.name)
+        for file in folder.iterdir():
+            if file.name != "index.json":
+                copy_file(file, path / file.name)
+        put_in_place(folder / "index.json", path / "index.json")
+        (folder / "index.json").unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -313,7 +316,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
     except OSError:
-        shutil.copyfile(source, target)  # without the mode and the times, which some file systems refuse to set
+        copy_file(source, target)
 
 
 def _point(link: Path, target: str) -> None:
