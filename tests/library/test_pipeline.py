@@ -21,7 +21,10 @@ from training_runs import assert_same_tensors
 
 import gpipe_cli
 from gpipe_cli import Pipeline
+from gpipe_cli.config.typed import typed
+from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
+from gpipe_cli.library import parts
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -340,6 +343,33 @@ def test_outputs_are_joined_where_the_samples_lie() -> None:
 def small(*layers: nn.Module, example: Any = None, **arguments: Any) -> Pipeline:
     given = {"partitions": 2, "micro_batches": 2} | arguments
     return Pipeline(nn.Sequential(*(layers or (nn.Linear(2, 2), nn.Linear(2, 2)))), example, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "gpus"),
+    [
+        ({"partitions": 4}, None, "0 1 2 3"),
+        ({"partitions": 2}, None, "0 1"),
+        ({"partitions": 4, "devices": ["cuda:2", "cuda:0"]}, None, "2 2 0 0"),
+        ({"partitions": 8, "schedule": "interleaved"}, None, "0 1 2 3 0 1 2 3"),
+        ({"partitions": 8, "schedule": "zbv"}, None, "0 1 2 3 3 2 1 0"),
+        ({"partitions": 4}, 1, "0 1 2 3"),
+        ({"partitions": 4, "replicas": 2}, 3, "2 2 3 3"),
+        ({"partitions": 4, "devices": ["cuda:3"]}, 1, "3 3 3 3"),
+    ],
+)
+def test_stages_are_placed_on_the_gpus_of_a_program(
+    given: dict[str, Any], rank: int | None, gpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four GPUs, in one process or with a process of torchrun for each."""
+    monkeypatch.setattr(parts, "number_of_devices", lambda: 4)
+    started = None if rank is None else Torchrun(rank=rank, processes=4, here=4, local_rank=rank)
+    defaults = {
+        "micro_batches": 4, "schedule": "gpipe", "recompute": "never", "balance": None, "devices": None, "seed": 0,
+        "graphs": True, "precision": "float32", "executor": "in_process" if rank is None else "distributed",
+    }  # fmt: skip
+    layout = parts.place(typed(parts.Arguments, defaults | given), started)
+    assert layout.seen_by(rank or 0).devices == tuple(f"cuda:{gpu}" for gpu in gpus.split())
 
 
 ONES = torch.ones(4, 2)
