@@ -101,20 +101,22 @@ class P2PTransport:
 
     def _refuse_other(self, action: Action, tensor: torch.Tensor | None, described: BoundaryTensor) -> None:
         """Raises InputError for a tensor that is not as the receiver expects it, by the trace of the model."""
-        names = self._boundaries.layer_names[action.stage] if self._boundaries.layer_names else ("?",)
         if action.kind.direction is Kind.B:
             if (tensor is not None) == described.has_gradient:
                 return
-            when = f"when the model was traced; which inputs layers use, from {names[0]} on, must not change"
-            if tensor is None:
-                raise InputError(f"a tensor has no gradient, and had one {when}: use it in every step, if only times 0")
-            raise InputError(f"a tensor has a gradient, and had none {when}: use it from the first step on")
+            returns, returned = ("no gradient", "one") if tensor is None else ("a gradient", "none")
+            name = self._boundaries.layer_names[action.stage][0]
+            raise InputError(
+                f"layer {name} returns {returns} for a tensor that it is given, and returned {returned} when the model was "
+                "traced; use the same inputs in every step, if only times 0"
+            )
         assert tensor is not None
         expected = described.shape(self._sizes[action.micro_batch], self._lengths)
         if (tensor.shape, tensor.dtype) != (expected, described.dtype):
+            name = self._boundaries.layer_names[action.stage][-1]
             samples = plural(self._sizes[action.micro_batch], "sample")
             raise InputError(
-                f"layer {names[-1]} returns {tuple(tensor.shape)} of {tensor.dtype} for {samples}, and {expected} of "
+                f"layer {name} returns {tuple(tensor.shape)} of {tensor.dtype} for {samples}, and {expected} of "
                 f"{described.dtype} by the trace of the model, from which the next process knows what it receives; "
                 "sizes must grow evenly with the samples, and types not depend on the data; or use partitions=1"
             )
