@@ -107,8 +107,8 @@ class P2PTransport:
             returns, returned = ("no gradient", "one") if tensor is None else ("a gradient", "none")
             name = self._boundaries.layer_names[action.stage][0]
             raise InputError(
-                f"layer {name} returns {returns} for a tensor that it is given, and returned {returned} when the model was "
-                "traced; use the same inputs in every step, if only times 0"
+                f"layer {name} returns {returns} for a tensor that it is given, and returned {returned} when the model "
+                "was traced; use the same inputs in every step, if only times 0"
             )
         assert tensor is not None
         expected = described.shape(self._sizes[action.micro_batch], self._lengths)
