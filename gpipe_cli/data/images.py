@@ -2,8 +2,8 @@
 
 The ImageNet runs used Inception preprocessing, which in the authors' TPU code is a random crop of 10-100 % of the area,
 a random flip and values scaled to [-1, 1]; evaluation is on a central 87.5 % crop. The transfer runs used a random
-flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have. The simple steps are
-written here, with the bits of torchvision, whose import would take longer than the first step of a small model.
+flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have, and those of the digits:
+they are written here, with the bits of torchvision, whose import would take longer than the first steps.
 
 Departs from the paper: no colour distortion; a random crop that does not fit is tried 10 times (torchvision), not 100.
 """
@@ -60,11 +60,6 @@ def centre_crop(image: Tensor, side: int) -> Tensor:
     return image[..., top : top + side, left : left + side]
 
 
-def flip(image: Tensor) -> Tensor:
-    """(C, H, W), mirrored with probability 1/2."""
-    return image.flip(-1) if torch.rand(1) < 0.5 else image
-
-
 def shift(image: Tensor, most: int) -> Tensor:
     """(C, H, W), moved by up to `most` pixels along each axis; what comes in is black."""
     height, width = image.shape[-2:]
@@ -97,7 +92,9 @@ def build_transform(
         steps.append(partial(resize, side=max(image_size, round(image_size / centre_share))))
         steps.append(partial(centre_crop, side=image_size))
     if settings.horizontal_flip:
-        steps.append(flip)
+        from torchvision.transforms import v2
+
+        steps.append(v2.RandomHorizontalFlip())
     if settings.shift > 0:
         steps.append(partial(shift, most=settings.shift))
     steps.append(normalize)

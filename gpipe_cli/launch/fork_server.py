@@ -195,7 +195,7 @@ def _libraries(config: TrainConfig) -> list[str]:
         libraries.append("transformers.models.auto.tokenization_auto")
     if isinstance(config.dataset, ImagesConfig):
         augmentation = config.dataset.augmentation
-        if config.dataset.root is not None or (augmentation and augmentation.random_resized_crop):
+        if config.dataset.root or (augmentation and (augmentation.random_resized_crop or augmentation.horizontal_flip)):
             libraries.append("torchvision.transforms.v2")
     if config.compile or isinstance(config.optimizer, SGDConfig | AdamConfig):  # torch's own optimizers, by their step
         libraries.append("torch._dynamo")

@@ -36,7 +36,7 @@ class Arguments(PipelineSettings):
 
     ON_CPU = "devices=['cpu']"
 
-    schedule: Literal[SCHEDULES]  # type: ignore[valid-type]
+    schedule: Literal[SCHEDULES]  # type: ignore[valid-type]  # a Literal of a tuple
     recompute: RecomputeMode
     precision: Literal["float32", "bfloat16"]
     graphs: bool

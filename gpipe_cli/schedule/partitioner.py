@@ -9,8 +9,8 @@ partitioners could be used. Here the maximum comes first, the variance second, a
 costs. Costs are scaled to integers; where that takes more than 31 bits they are rounded, by at most 2^-31 of their sum.
 
 A dynamic program over the partitions runs twice: first for the least maximum, then, among partitions that cost no more
-than that, for the least sum of squares (hence variance). Partitions that cost more than any of an even cut are left
-out. For 3,000 layers and 128 partitions that takes half a second.
+than that, for the least sum of squares (hence variance). Most partitions that cost more than any of an even cut are
+left out. For 3,000 layers and 128 partitions that takes half a second.
 """
 
 import math

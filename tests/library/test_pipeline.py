@@ -304,19 +304,11 @@ def test_tuples_go_in_and_come_out() -> None:
         def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
             return inputs[0] + 2 * inputs[1]
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return self.left(x), self.right(x)
-
     def loss(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return F.mse_loss(outputs[0], targets[0]) + F.mse_loss(outputs[1], targets[1])
 
     layers = nn.Sequential(Add(), Both())
-    inputs, targets = (torch.randn(5, 2), torch.randn(5, 2)), (torch.randn(5, 1), torch.randn(5, 1))
+    inputs, targets = (torch.randn(5, 2), torch.randn(5, 2)), (torch.randn(5, 2), torch.randn(5, 2))
     pipeline = Pipeline(layers, inputs, partitions=2, micro_batches=2)
     expected = loss(layers(inputs), targets)
     torch.testing.assert_close(pipeline.step(inputs, targets, loss), expected.detach())
