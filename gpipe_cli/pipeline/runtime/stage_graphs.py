@@ -400,6 +400,7 @@ class StageGraphs:
         keeps = key[0] is not GraphKind.FORWARD
         for again in (False, True):
             before, names = attributes_of(self._module), _names(self._module)
+            buffers = [(name, buffer, buffer._version) for name, buffer in self._module.named_buffers()]
             others, watch = other_generators(), _Watch(self._device, self._module, seeds)
             with (
                 self._statistics.recording(moments),
@@ -420,6 +421,10 @@ class StageGraphs:
             del leaves, outputs, roots
             if again:
                 _refuse_changed(before, names)
+                for name, buffer, version in buffers:
+                    if buffer._version != version:  # a recomputation would change it again
+                        layer, _, key = name.partition(".")
+                        raise UnrecordableError(f"layer {layer} changes its {key} whenever it runs")
         return without_autograd, input_gradients
 
     def _gets_gradient(self, key: _Key, outputs: Tensors) -> list[bool]:
