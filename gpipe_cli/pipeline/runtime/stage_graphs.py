@@ -423,8 +423,8 @@ class StageGraphs:
                 _refuse_changed(before, names)
                 for name, buffer, version in buffers:
                     if buffer._version != version:  # a recomputation would change it again
-                        layer, _, key = name.partition(".")
-                        raise UnrecordableError(f"layer {layer} changes its {key} whenever it runs")
+                        layer, _, changed = name.partition(".")
+                        raise UnrecordableError(f"layer {layer} changes its {changed} whenever it runs")
         return without_autograd, input_gradients
 
     def _gets_gradient(self, key: _Key, outputs: Tensors) -> list[bool]:
