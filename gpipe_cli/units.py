@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 GIB, MIB = 2**30, 2**20
@@ -86,6 +86,11 @@ def plural(number: int, noun: str) -> str:
         noun = f"{noun[:-1]}ie" if re.search("[^aeiou]y$", noun) else noun
         noun += "es" if noun.endswith(("s", "x", "z", "tch", "sh")) else "s"
     return f"{number:,} {noun}"
+
+
+def first_few(names: Sequence[str], number: int = 3) -> str:
+    """`cat, dog, fox, …`"""
+    return ", ".join([*names[:number], *["…"][: len(names) > number]])
 
 
 def loss(value: float | None) -> str:

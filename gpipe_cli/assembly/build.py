@@ -12,7 +12,8 @@ from torch import nn
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.batches import SPLITS, Catalogue, Split, seed_of
+from gpipe_cli.config.typed import show
+from gpipe_cli.data.batches import SPLITS, UNTRAINED, Catalogue, Split, TrainedOn, seed_of
 from gpipe_cli.data.images import find_images, open_images
 from gpipe_cli.data.masked_text import MaskedText
 from gpipe_cli.data.text import open_text
@@ -132,6 +133,17 @@ def _source(model: groups.HuggingFaceConfig) -> hugging_face.Source:
     return hugging_face.Source(name=model.name, config=model.config, attention=model.attention, lora=model.lora)
 
 
+def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
+    """The names, by output, of the classes of a pretrained classifier of Hugging Face that training begins with; None
+    if there is none, or its config.json names none."""
+    model = config.model
+    if not isinstance(model, groups.HuggingFaceConfig) or not model.pretrained or config.task != "classification":
+        return None
+    names = hugging_face.read_config(_source(model)).id2label
+    unnamed = {number: f"LABEL_{number}" for number in range(len(names))}  # transformers' own default
+    return None if names == unnamed else tuple(show(names[number]) for number in sorted(names))
+
+
 def timm_name(model: groups.ResNetConfig | groups.TimmConfig) -> str:
     """The name under which timm knows the model."""
     return f"resnet{model.depth}" if isinstance(model, groups.ResNetConfig) else model.name
@@ -188,22 +200,23 @@ def targets_of(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> t
     return samples, *lengths[-1:]
 
 
-def find_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Catalogue, Catalogue]:
+def find_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> tuple[Catalogue, Catalogue]:
     """The catalogues of both splits, without torchvision's transforms, whose import takes seconds. Arguments and errors
     as of `open_data`."""
     if isinstance(config.dataset, groups.ImagesConfig):
-        images, test_images = find_images(config.dataset, config.seed)
+        images, test_images = find_images(config.dataset, config.seed, trained_on)
         return Catalogue(len(images.targets)), Catalogue(len(test_images.targets))
-    train, test = open_data(config, pieces)
+    train, test = open_data(config, trained_on)
     return train.catalogue, test.catalogue
 
 
-def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:
-    """The training and the test split. `pieces`: for text, the vocabulary of an earlier run. Raises InputError."""
+def open_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> tuple[Split, Split]:
+    """The training and the test split; `trained_on`: of the weights that the run begins with. Raises InputError."""
     if isinstance(config.dataset, groups.ImagesConfig):
-        return open_images(config.dataset, config.seed)
+        return open_images(config.dataset, config.seed, trained_on)
     length = greatest_lengths(config)[0]
     pairs = config.task == "translation"
+    pieces = trained_on.vocabulary
     train, test = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)
     if isinstance(train, PairSplit) or isinstance(test, PairSplit):
         return train, test

@@ -57,7 +57,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     console = Console()
     refuse_unfit(config)
     source = None if config.init_from is None else find_weights(config, show_error)
-    refuse_data(config, source=None if source is None else source.parent.parent)
+    refuse_data(config, source=source)
     check = _Check(config, replicas)
     with (
         tempfile.TemporaryDirectory(dir=temporary_folder()) as references,

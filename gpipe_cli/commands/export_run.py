@@ -19,6 +19,7 @@ from gpipe_cli.reporting.run.description import evaluation_of
 from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
 from gpipe_cli.reporting.run.summary import outcome_of_test
 from gpipe_cli.training import events
+from gpipe_cli.training.data_feed import look_for_data
 from gpipe_cli.training.export import evaluate_file, write_model
 from gpipe_cli.training.train_loop import evaluate_checkpoint
 from gpipe_cli.units import size
@@ -36,6 +37,8 @@ def run_export(config: ExportConfig, file: Path) -> int:
     training = for_evaluation(config.training)
     spec = make_pipeline_spec(training)
     checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
+    if config.evaluate:
+        look_for_data(training, checkpoint, required=False)  # other classes do not keep the file from being written
     threads = spec.layout.threads  # the last bits of sums depend on the number of threads
     whole = replace(
         training,
@@ -49,7 +52,7 @@ def run_export(config: ExportConfig, file: Path) -> int:
     tasks: list[tuple[Task, PipelineSpec]] = [
         (partial(write_model, replace(config, training=whole), checkpoint, file, threads), whole_spec),
         (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, spec), spec),
-        (partial(evaluate_file, whole, config.format, file, run, whole_spec), whole_spec),
+        (partial(evaluate_file, whole, config.format, file, checkpoint, whole_spec), whole_spec),
     ]
     show = _ExportReport(config, checkpoint, file)
     for task, task_spec in tasks if config.evaluate else tasks[:1]:

@@ -115,7 +115,7 @@ def _train(
         refuse_unfit(config, auto, torchrun())
         source = find_source(config)
         if not config.dry_run:
-            refuse_data(config, auto, None if source is None else source.parent.parent)
+            refuse_data(config, auto, source)
     prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
     training, spec = prepared.config, prepared.spec
     if training.dry_run:

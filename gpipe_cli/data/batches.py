@@ -45,6 +45,18 @@ class Catalogue:
         return cls(samples, torch.tensor([lengths], dtype=torch.int32).expand(samples, -1))
 
 
+@dataclass(frozen=True)
+class TrainedOn:
+    """What the outputs of weights from an earlier run mean."""
+
+    vocabulary: bytes | None = None  # SentencePiece's model; None: a vocabulary is learned
+    classes: tuple[str, ...] | None = None  # names by output; (): they have none; None: a run of an older version
+    required: bool = True  # data with other classes are refused; False: the classifier is then initialized
+
+
+UNTRAINED = TrainedOn()
+
+
 class Split(Protocol):
     """The training or the test split of images or text.
 

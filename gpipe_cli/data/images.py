@@ -8,6 +8,7 @@ they are written here, with the bits of torchvision, whose import would take lon
 Departs from the paper: no colour distortion; a random crop that does not fit is tried 10 times (torchvision), not 100.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -21,11 +22,13 @@ from torch.utils.data import Subset
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
+from gpipe_cli.data.batches import SPLITS, UNTRAINED, Catalogue, TrainedOn, seed_of
 from gpipe_cli.data.masks import read_ellipses, read_masks
 from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
 from gpipe_cli.data.readers import Pixels, Samples, read_cifar, read_digits, read_folders, read_noise
+from gpipe_cli.units import first_few
 
+_WORDNET_ID = re.compile(r"n[0-9]{8}(?= |$)")
 # x -> 2x - 1, the TPU code's scaling to [-1, 1], here for every data set instead of its own mean and deviation.
 MEAN = STD = [0.5] * 3
 
@@ -137,11 +140,11 @@ class ImageSplit:
             return self.transform(image)
 
 
-def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSplit]:
+def open_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> tuple[ImageSplit, ImageSplit]:
     """The training and the test split of a data set. `seed` determines synthetic images and the augmentation, which
     applies to the training split only. Raises InputError as `find_images`.
     """
-    train, test = find_images(dataset, seed)
+    train, test = find_images(dataset, seed, trained_on)
     share = centre_share(dataset)
     return (
         ImageSplit(train, build_transform(dataset.image_size, share, dataset.augmentation), seed),
@@ -149,10 +152,12 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
     )
 
 
-def find_images(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
-    """The samples of both splits, whose images are as they are stored. `seed` determines synthetic ones.
+def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> tuple[Samples, Samples]:
+    """The samples of both splits, whose images are as they are stored. `seed` determines synthetic ones. Classes of the
+    same names as in `trained_on` have its order.
 
-    Raises InputError for missing, empty or damaged data, and a wrong number of classes.
+    Raises InputError for missing, empty or damaged data, a wrong number of classes, and classes other than those that
+    `trained_on` requires.
     """
     name = dataset.name
     root = Path(dataset.root or "")  # every set that is read from disk has a root
@@ -181,12 +186,46 @@ def find_images(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
         why = f"training and test images must have the same classes in the same order, but {len(unshared)} differ"
         raise RefusedError("dataset.root", root, f"{why} ({', '.join(unshared[:3])}); complete them, or remove some")
     names = train.class_names
-    if dataset.num_classes != len(names):
-        why = f"{name} has {len(names)} classes ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+    chosen = tuple(range(len(names))) if dataset.classes is None else dataset.classes
+    if names and trained_on.classes:
+        chosen = _in_order_of(trained_on, names, chosen, dataset)
+    by_name = trained_on.required and trained_on.classes  # whatever other classes there are
+    if names and not by_name and dataset.num_classes != len(names):
+        why = f"{name} has {len(names)} classes ({first_few(names)})"
         raise RefusedError("dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}")
-    if dataset.classes is not None:
-        train, test = _choose(dataset.classes, name, train, test)
+    if dataset.classes is not None or chosen != tuple(range(len(names))):
+        train, test = _choose(chosen, dataset, train, test)
     return train, test
+
+
+def _in_order_of(
+    trained_on: TrainedOn, names: Sequence[str], chosen: tuple[int, ...], dataset: ImagesConfig
+) -> tuple[int, ...]:
+    """The numbers, in `names`, of the classes that the weights were trained on, in their order; `chosen` if the data
+    have others and need not have these. Raises RefusedError if they must."""
+    saved = [_key(name) for name in trained_on.classes or ()]
+    numbers = {_key(name): number for number, name in enumerate(names)}
+    same = {*saved} == {_key(names[number]) for number in chosen if 0 <= number < len(names)}
+    if same or (trained_on.required and dataset.classes is not None and {*saved} <= numbers.keys()):
+        return tuple(numbers[name] for name in saved)
+    if not trained_on.required:
+        return chosen
+    missing, added = [name for name in saved if name not in numbers], [name for name in numbers if name not in saved]
+    pairs = (("only there", missing), ("only here", added))
+    differences = "; ".join(f"{where}: {first_few(some, 5)}" for where, some in pairs if some)
+    why = f"these are not the classes that the run was trained on ({differences})"
+    use = "rename the folders of the classes, give the data of the run, or begin a training from it by init_from"
+    raise RefusedError("dataset.root", dataset.root, f"{why}; {use}")
+
+
+def same_classes(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether two lists name the same classes in the same order."""
+    return [*map(_key, names)] == [*map(_key, others)]
+
+
+def _key(name: str) -> str:
+    """What a class is known by: a WordNet id, whatever words follow it, or else its name."""
+    return name[:9] if _WORDNET_ID.match(name) else name
 
 
 def centre_share(dataset: ImagesConfig) -> float:
@@ -199,13 +238,14 @@ def centre_share(dataset: ImagesConfig) -> float:
     return 0.875 if dataset.name in ("image_folder", "imagenet") else 1.0
 
 
-def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[Samples]:
+def _choose(classes: tuple[int, ...], dataset: ImagesConfig, *splits: Samples) -> Iterator[Samples]:
     """The samples of `classes` in each split, in their old order; classes[i] becomes class i. Raises InputError."""
-    names = splits[0].class_names
-    if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < len(names) for number in classes):
-        why = f"must be 2 or more different classes of {name}, from 0 to {len(names) - 1}"
+    name, names = dataset.name, splits[0].class_names
+    count = len(names) or dataset.num_classes
+    if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < count for number in classes):
+        why = f"must be 2 or more different classes of {name}, from 0 to {count - 1}"
         raise RefusedError("dataset.classes", classes, f"{why}; use dataset.classes=null for all")
-    new_number = torch.full((len(names),), -1, dtype=torch.int64)
+    new_number = torch.full((count,), -1, dtype=torch.int64)
     new_number[list(classes)] = torch.arange(len(classes))
     for split, samples in zip(SPLITS, splits, strict=True):
         assert isinstance(samples.targets, Tensor), "sets with masks have no dataset.classes"
@@ -214,6 +254,8 @@ def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[S
         if len(kept) == 0:
             why = f"{name} has no {split} image of these classes; choose others or complete it"
             raise RefusedError("dataset.classes", classes, why)
-        pixels: Pixels = Subset(samples.pixels, kept.tolist())  # type: ignore[arg-type]  # anything with an index
-        chosen_names = tuple(names[number] for number in classes)
+        pixels: Pixels = samples.pixels
+        if len(kept) < len(targets):
+            pixels = Subset(pixels, kept.tolist())  # type: ignore[arg-type]  # anything with an index
+        chosen_names = tuple(names[number] for number in classes) if names else ()
         yield replace(samples, pixels=pixels, targets=targets[kept], class_names=chosen_names)

@@ -119,7 +119,7 @@ def read_ellipses(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
     def split(name: str, count: int | None) -> Samples:
         assert count, name
         images = Ellipses(seed_of(f"masks {name}", seed), dataset.image_size, colours)
-        return Samples(images, EllipseMasks(images, count), _names(dataset))
+        return Samples(images, EllipseMasks(images, count), ())
 
     return split("train", dataset.train_samples), split("test", dataset.test_samples)
 
@@ -148,7 +148,7 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
         raise RefusedError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
     image_paths = tuple(images[name] for name in names)
     targets = MaskFiles(image_paths, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
-    return Samples(Files(image_paths), targets, _names(dataset), skipped)
+    return Samples(Files(image_paths), targets, (), skipped)
 
 
 def _name_no_class(masks: Sequence[str]) -> bool:
@@ -185,7 +185,3 @@ def _files_in(folder: Path, skipped: Counter[str]) -> dict[str, str]:
         expected = f"expected {folder.parent / 'images'}/*.jpg and {folder.parent / 'masks'}/*.png of the same names"
         why = f"'{folder}' cannot be read ({error.strerror}); {expected}"
         raise RefusedError("dataset.root", str(folder.parent.parent), why) from error
-
-
-def _names(dataset: ImagesConfig) -> tuple[str, ...]:
-    return tuple(f"class {number}" for number in range(dataset.num_classes))

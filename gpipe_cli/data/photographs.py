@@ -112,8 +112,8 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
 def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
     """ImageNet-2012 from its class folders; classes are sorted by WordNet id.
 
-    torchvision's ImageNet unpacks the archives into these folders and writes the names of the classes to meta.bin. Most
-    people have the folders only; then the WordNet ids are the names.
+    torchvision's ImageNet unpacks the archives into these folders and writes the words of each class to meta.bin. Most
+    people have the folders only; then the WordNet ids alone are the names: `n02012849`, or `n02012849 crane`.
     """
     from torchvision.datasets import ImageNet
     from torchvision.datasets.imagenet import ARCHIVE_META, META_FILE, load_meta_file
@@ -132,8 +132,9 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
         raise RefusedError("dataset.root", root, why) from error
     # Not the folder 'test': the challenge's test images have no labels.
     train, test = (
-        # All words of a synset, as two classes share their first word ("crane").
-        replace(split, class_names=tuple(", ".join(words.get(wnid, (wnid,))) for wnid in split.class_names))
+        replace(
+            split, class_names=tuple(f"{wnid} {', '.join(words.get(wnid, ()))}".rstrip() for wnid in split.class_names)
+        )
         for split in read_folders(root, expected, test_names=("val",))
     )
     return train, test

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.config.typed import RefusedError, one_line, show
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
 from gpipe_cli.errors import InputError
@@ -61,8 +61,8 @@ class Targets(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One split: pixels, targets, class names, which the targets index, and how many files of each ending were beside
-    them that are neither images nor hidden."""
+    """One split: pixels, targets, class names, which the targets index, () if the data name no classes, and how many
+    files of each ending were beside them that are neither images nor hidden."""
 
     pixels: Pixels
     targets: Targets
@@ -207,13 +207,12 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[
 
 def read_noise(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
     """Random images with random targets, for speed and memory experiments: the speed tables need no data set."""
-    names = tuple(f"class {number}" for number in range(dataset.num_classes))
 
     def split(setting: str, count: int | None) -> Samples:
         assert count, setting
         generator = torch.Generator().manual_seed(seed_of(f"targets {setting}", seed))
-        targets = torch.randint(len(names), (count,), generator=generator)
-        return Samples(Noise(seed_of(f"images {setting}", seed), dataset.image_size), targets, names)
+        targets = torch.randint(dataset.num_classes, (count,), generator=generator)
+        return Samples(Noise(seed_of(f"images {setting}", seed), dataset.image_size), targets, ())
 
     return split("train_samples", dataset.train_samples), split("test_samples", dataset.test_samples)
 
@@ -236,7 +235,7 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
             endings = f"files end in {' '.join(ENDINGS)}, or have no ending"
             why = f"'{folder}' cannot be read ({one_line(error).partition(' Supported')[0]}); {endings}; {expected}"
             raise RefusedError("dataset.root", root, why) from error
-        splits.append(Samples.of_files(listed, tuple(numbers), skipped))
+        splits.append(Samples.of_files(listed, tuple(map(show, numbers)), skipped))
     return splits[0], splits[1]
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.assembly.build import find_data, open_data
-from gpipe_cli.config.groups import HuggingFaceConfig, TextConfig
+from gpipe_cli.assembly.build import find_data, open_data, pretrained_classes
+from gpipe_cli.config.groups import TEXTS, HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
+from gpipe_cli.data.batches import Catalogue, MiniBatches, Split, TrainedOn
 from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
-from gpipe_cli.data.images import ImageSplit
+from gpipe_cli.data.images import ImageSplit, same_classes
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.masked_text import SELECTED, MaskedText
 from gpipe_cli.data.micro_batches import Share
@@ -35,9 +35,9 @@ from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.files import read_bytes, write_whole
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
-from gpipe_cli.training.checkpoint.files import Progress
+from gpipe_cli.training.checkpoint.files import Progress, read_index, run_of
 from gpipe_cli.training.events import DataFacts, Notes
-from gpipe_cli.units import plural
+from gpipe_cli.units import first_few, plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
 TOKENIZER = "tokenizer"  # the folder there with the files of dataset.tokenizer
@@ -109,24 +109,40 @@ def saved_tokenizer(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run / TOKENIZER).as_posix(): path.read_bytes() for path in files}
 
 
-def _as_of(run: Path | None, config: TrainConfig) -> tuple[TrainConfig, bytes | None]:
-    """`config` with the tokenizer, and the vocabulary, that were saved by the run whose weights are used, if any: what
-    the setting names may have changed since. Raises InputError if they are missing."""
+def _as_trained(config: TrainConfig, checkpoint: Path | None, *, required: bool) -> tuple[TrainConfig, TrainedOn]:
+    """`config` with the tokenizer that was saved by the run whose `checkpoint` is used, if any, as what the setting
+    names may have changed since; and what its weights were trained on. `required`: other classes are refused.
+
+    Raises InputError if the vocabulary or the tokenizer is missing, DamagedError for a checkpoint that is damaged.
+    """
     dataset = config.dataset
-    if run is None or not isinstance(dataset, TextConfig):
-        return config, None
+    if checkpoint is None:
+        return config, TrainedOn(classes=pretrained_classes(config), required=False)
+    if not isinstance(dataset, TextConfig):
+        return config, TrainedOn(classes=read_index(checkpoint).classes, required=required)
+    run = run_of(checkpoint)
     if dataset.tokenizer is not None:
         if not (run / TOKENIZER).is_dir():
             raise InputError(f"{run / TOKENIZER}: there is no such folder; put back the tokenizer of the run")
-        config = replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER)))
-    return config, saved_vocabulary(run)
+        return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER))), TrainedOn()
+    vocabulary = saved_vocabulary(run)
+    if vocabulary is None and not TEXTS[dataset.name].synthetic:
+        why = "and with another, learned from the text that is there now, every token would mean something else"
+        raise InputError(f"{run / VOCABULARY}: there is no such file, {why}; put back that of the run")
+    return config, TrainedOn(vocabulary)
+
+
+def look_for_data(config: TrainConfig, checkpoint: Path | None, *, required: bool) -> tuple[Catalogue, Catalogue]:
+    """The catalogues of the data that the weights of `checkpoint`, if any, are used with. Arguments as of
+    `_as_trained`. Raises InputError as it does, and for data that cannot be read."""
+    phase("looking for the data")
+    return find_data(*_as_trained(config, checkpoint, required=required))
 
 
 def refuse_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
     """Raises InputError, before anything slow, if the data cannot be read or its number of samples does not suit the
-    settings, of which those in `auto` have no values yet. `source`: the run whose weights are used."""
-    phase("looking for the data")
-    train, _ = find_data(*_as_of(source, config))
+    settings, of which those in `auto` have no values yet. `source`: the checkpoint that the run begins with."""
+    train, _ = look_for_data(config, source, required=config.resume is not None)
     if not set(AUTO_BATCH) & set(auto):
         batches = mini_batches(config, train, training=True)
         if not auto:
@@ -142,20 +158,26 @@ class Data:
         self, config: TrainConfig, spec: PipelineSpec, process: int, start: Progress | None, source: Path | None
     ) -> None:
         """Open the data with the first or the last stage; with the first, start loading the test set and, unless
-        `start` is None, the training set from there. Text is read with the vocabulary of the run in folder `source`.
+        `start` is None, the training set from there. `source`: the checkpoint that the weights come from, whose tokens
+        and classes are used.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
-        InputError if an epoch of the resumed run had another number of steps.
+        InputError if an epoch of the resumed run had another number of steps, or the data have other classes than the
+        run that is evaluated or resumed.
         """
         stages = spec.layout.stages_of(process)
-        self._config = config
+        self._config, self._source = config, source
         self._first = 0 in stages  # whether this process has the first stage
         self._replica = spec.layout.replica_of(process)
         self._splits: tuple[Split, Split] | None = None
+        self._trained_on = TrainedOn()  # of the weights that the run begins with
+        self.classes: tuple[str, ...] = ()  # names by output, () if the data name none; known once it is read
         # keys: True for the training set, False for the test set; empty without the first stage
         self._readings: dict[bool, Reading] = {}
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
-            self._splits = open_data(*_as_of(source, config))
+            required = start is None or config.resume is not None
+            config, self._trained_on = _as_trained(config, source, required=required)
+            self._splits = open_data(config, self._trained_on)
         if self._splits is None or not self._first:
             return
         for training, split in zip((False, True), reversed(self._splits), strict=True):
@@ -176,15 +198,17 @@ class Data:
 
     def reading(self, control: ControlGroup, *, training: bool) -> Reading:
         """The training set or the test set as this process reads it. Call it in every process once they are connected:
-        those without samples receive the catalogue. Raises InputError if processes read text with different tokens."""
+        those without samples receive the catalogue and the classes. Raises InputError if processes read data with
+        different tokens, classes or numbers of samples."""
         split = None if self._splits is None else self._splits[0 if training else 1]
         own_catalogue = split.catalogue if split is not None and self._first else None
-        vocabulary = _vocabulary_of(split)
-        tokens = None if vocabulary is None else digest_of("tokens", [], [vocabulary.model])
-        catalogues, digests = zip(*control.collect((own_catalogue, tokens)), strict=True)
-        if len({*digests} - {None}) > 1:
-            why = "the processes read text with different tokens; give every machine the same text and tokenizer"
-            raise InputError(f"dataset={self._config.dataset.name}: {why}")
+        meaning = None if split is None else _meaning_of(split)
+        catalogues, meanings = zip(*control.collect((own_catalogue, meaning)), strict=True)
+        first, *others = (meaning for meaning in meanings if meaning is not None)
+        if any(other != first for other in others):
+            why = "the processes read data with different tokens, classes or numbers of samples"
+            raise InputError(f"dataset={self._config.dataset.name}: {why}; give every machine the same files")
+        _, _, self.classes = first
         catalogue = next(catalogue for catalogue in catalogues if catalogue is not None)
         if training in self._readings:
             return self._readings[training]
@@ -218,7 +242,19 @@ class Data:
             if train.dropped or test.dropped:
                 left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
                 notes += (("left out", left_out),)
-        return replace(facts, notes=notes)
+        return replace(facts, notes=notes + self.class_notes())
+
+    def class_notes(self) -> Notes:
+        """A line of the banner if nothing tells that the outputs of the weights that training begins with mean the
+        classes of the data; () otherwise."""
+        theirs, count = self._trained_on.classes, len(self.classes)
+        if self._source is not None and theirs is None and self.classes:
+            what = f"its outputs are taken for the classes of the data: {first_few(self.classes)}"
+            return (("classes", f"that run kept no names; {what}"),)
+        if self._source is None and theirs and len(theirs) == count and not same_classes(theirs, self.classes):
+            what = f"the pretrained classifier is of others: {first_few(theirs)}"
+            return (("classes", f"{what}; its weights are only where training begins"),)
+        return ()
 
     def save_vocabulary(self, folder: Path) -> None:
         """Write the vocabulary of text into the run's folder. Call it only in the process of the first stage."""
@@ -230,6 +266,15 @@ class Data:
             for name, content in vocabulary.files.items():
                 (folder / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / TOKENIZER / name, content)
+
+
+def _meaning_of(split: Split) -> tuple[int, str | None, tuple[str, ...]]:
+    """What must be the same of a split in all processes that open it: the number of samples, a digest of the vocabulary
+    of text, and the names of the classes."""
+    vocabulary = _vocabulary_of(split)
+    tokens = None if vocabulary is None else digest_of("tokens", [], [vocabulary.model])
+    classes = split.samples.class_names if isinstance(split, ImageSplit) else ()
+    return split.catalogue.samples, tokens, classes
 
 
 def _vocabulary_of(split: Split | None) -> Vocabulary | PretrainedTokenizer | None:

@@ -175,6 +175,7 @@ class EvaluationDone:
     seconds: float  # time of the pass over the test set, without decoding
     unigram_perplexity: float | None  # None for images
     translation: "TranslationScores | None"  # None if nothing was decoded
+    notes: Notes = ()
 
 
 @dataclass(frozen=True)

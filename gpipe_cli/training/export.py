@@ -14,6 +14,7 @@ import base64
 import io
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, open_data, outputs_of, timm_name
+from gpipe_cli.assembly.build import MEMORY_FORMATS, outputs_of, timm_name
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
-from gpipe_cli.data.images import MEAN, STD, ImageSplit, centre_share
+from gpipe_cli.data.images import MEAN, STD, centre_share, find_images
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import InputError
@@ -87,33 +88,28 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _facts(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict[str, Any]:
-    """The file's metadata: texts, numbers, lists and dictionaries; without the names of classes if the data is missing.
-    Raises InputError if it is missing and needed for evaluation."""
+    """The file's metadata: texts, numbers, lists and dictionaries; the names of classes only if they are known."""
     run = config.training
     settings = {key: value for key, value in asdict(run.model).items() if key not in ("pretrained", "weights")}
     arguments = _timm_arguments(run)
-    progress = read_index(checkpoint).progress
+    index = read_index(checkpoint)
     facts: dict[str, Any] = {
         "model": choice_of(run.model) if arguments is None else arguments["model_name"],
         "settings": settings,
         "outputs": outputs_of(run),
         "dataset": run.dataset.name,
-        "step": progress.step,
-        "averaged": bool(run.ema_decay and progress.ema_updates),
+        "step": index.progress.step,
+        "averaged": bool(run.ema_decay and index.progress.ema_updates),
     }
     if tied := other_names(find_ties(model)):  # a name -> the name of the same tensor in the file
         facts["tied"] = tied
     if not isinstance(run.dataset, ImagesConfig):
         return facts | _meaning_of_tokens(Path(config.run))
     facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
-    try:
-        train, _ = open_data(run if config.evaluate else replace(run, dataset=replace(run.dataset, download=False)))
-    except InputError:
-        if config.evaluate:
-            raise
-        return facts
-    assert isinstance(train, ImageSplit)
-    return facts | {"classes": list(train.samples.class_names)}
+    if (classes := index.classes) is None:  # a run of an older version: those that the data has now, if it is there
+        with suppress(InputError):
+            classes = find_images(replace(run.dataset, download=False), run.seed)[0].class_names
+    return facts | ({"classes": list(classes)} if classes else {})
 
 
 def _meaning_of_tokens(run: Path) -> dict[str, Any]:
@@ -151,13 +147,13 @@ def _call(config: ExportConfig, file: Path) -> str:
 
 
 def evaluate_file(
-    config: TrainConfig, form: Format, file: Path, run: Path, spec: PipelineSpec, process: WorkerProcess
+    config: TrainConfig, form: Format, file: Path, checkpoint: Path, spec: PipelineSpec, process: WorkerProcess
 ) -> None:
     """Run the test set once through the model that another program reads from an exported file; report the scores.
 
-    `config` has the settings of the run in the folder `run`; `spec` has a single process.
+    `config` has the settings of the run that wrote `checkpoint`, of which `file` was made; `spec` has a single process.
     """
-    data = Data(config, spec, process.number, None, run)
+    data = Data(config, spec, process.number, None, checkpoint)
     control, _ = process.connect()
     test = data.reading(control, training=False)
     device = torch.device("cpu" if form == "onnx" else spec.layout.devices[0])

@@ -4,7 +4,7 @@ All weights are taken but those of the classifier, which are initialized anew if
 step 0 with a fresh optimizer. Averaged weights are taken if the other run has any, as it was evaluated with them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import classifier_of
 from gpipe_cli.config.groups import CustomConfig, DatasetConfig, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.data.images import same_classes
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint.files import find_checkpoint, select
@@ -24,14 +25,15 @@ from gpipe_cli.training.events import Notes
 from gpipe_cli.units import count, plural
 
 
-def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
+def fine_tune(engine: Engine, checkpoint: Path | None, classes: Sequence[str] = ()) -> Notes:
     """Copy the weights of the checkpoint that `init_from` led to into this process's stages, unless the run is resumed.
-    Returns the banner's lines about taken and frozen weights. Raises as `find_taking` does."""
+    `classes`: their names in the data, () if it has none. Returns the banner's lines about taken and frozen weights.
+    Raises as `find_taking` does."""
     config = engine.config
     frozen = frozen_facts(engine.spec)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
-    match, new = find_taking(config, engine.model, checkpoint)
+    match, new = find_taking(config, engine.model, checkpoint, classes)
     for k, stage in engine.stages.items():
         tensors = stage_tensors(engine.spec, k, checkpoint, ("model", "ema"))
         values = select(tensors, "model") | select(tensors, "ema")  # only floating-point tensors have averages
@@ -55,9 +57,12 @@ def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
     return find_checkpoint(Path(config.init_from), "best", "init_from", check, warn)
 
 
-def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> tuple[CheckpointMatch, frozenset[str]]:
+def find_taking(
+    config: TrainConfig, model: nn.Sequential, checkpoint: Path, classes: Sequence[str] | None = None
+) -> tuple[CheckpointMatch, frozenset[str]]:
     """How a checkpoint matches `model`, and the names of the tensors that stay new under `init_from` and `init_head`;
-    all others are taken from the checkpoint.
+    all others are taken from the checkpoint. `classes`: their names in the data, in the order of the other run where it
+    has the same; (): they have none; None: not known yet, and taken to be the same.
 
     Raises InputError for a checkpoint of another architecture (naming what differs) and for a classifier
     that does not fit under init_head=keep; DamagedError for a checkpoint that lacks a tensor or cannot be read.
@@ -76,7 +81,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
             f"init_head=keep: {unfit[0]} has shape {saved_shapes.get(unfit[0], 'none')} in {config.init_from} and "
             f"{shapes[unfit[0]]} here; use init_head=new, or the same classes"
         )
-    same = not unfit and _identity(match.source.dataset) == _identity(config.dataset)
+    same = not unfit and _same_classes(match, classes)
     kept = config.init_head == "keep" or (config.init_head == "auto" and same)
     new = absent if kept else absent | classifier
     taken = {name: tensor for name, tensor in saved_state(model).items() if name not in new}
@@ -136,6 +141,15 @@ def _refuse_other_names(match: CheckpointMatch, classifier: frozenset[str]) -> N
         only_here = [n for n in names if _layer(n) in common and n not in saved_names and n not in classifier]
         only_there = [n for n in saved_names if _layer(n) in common and n not in names]
     match.refuse_other_names(only_here, only_there)
+
+
+def _same_classes(match: CheckpointMatch, classes: Sequence[str] | None) -> bool:
+    """Whether the outputs of the other run mean what they are to mean here: by the names of the classes or, if either
+    has none, by the data set."""
+    saved = match.index.classes
+    if classes is None or (classes and saved):
+        return classes is None or same_classes(classes, saved or ())
+    return _identity(match.source.dataset) == _identity(match.config.dataset)
 
 
 def _identity(dataset: DatasetConfig) -> tuple[object, ...]:

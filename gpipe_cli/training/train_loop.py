@@ -71,7 +71,7 @@ def train(
     # --- 1. Find the starting point; open the data, start its loaders --------------------------------------------
     begun_bytes = own_bytes()
     start = starting_point(config, source)
-    data = Data(config, spec, process.number, start, None if source is None else source.parent.parent)
+    data = Data(config, spec, process.number, start, source)
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
@@ -87,7 +87,7 @@ def train(
     resume_from = None if config.resume is None else source
     if resume_from is not None:
         restore(engine, resume_from, optimizer=True)
-    notes = fine_tune(engine, source)
+    notes = fine_tune(engine, source, data.classes)
     progress = replace(start, steps_per_epoch=training.batches.steps_per_epoch)
     milestones.refuse_finished(progress.step)
     compiled = _compile(engine, training.batches) if config.compile else None
@@ -103,7 +103,7 @@ def train(
         if resume_from is not None:
             adopt(resume_from, folder)
         process.report(_ready(engine, data.facts(), notes, progress, compiled, recorded))
-    checkpoints = CheckpointWriter(engine, folder, config_yaml, process, start)
+    checkpoints = CheckpointWriter(engine, folder, config_yaml, data.classes, process, start)
     process.before_failing.append(checkpoints.settle)
     Training(engine, process, training, test, milestones, checkpoints, progress, begun_bytes).run()
 
@@ -224,7 +224,7 @@ def evaluate_checkpoint(
     config: TrainConfig, decode: DecodeConfig, checkpoint: Path, spec: PipelineSpec, process: WorkerProcess
 ) -> None:
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
-    data = Data(config, spec, process.number, None, checkpoint.parent.parent)
+    data = Data(config, spec, process.number, None, checkpoint)
     control, groups = process.connect()
     test = data.reading(control, training=False)
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=False)
@@ -246,9 +246,9 @@ def evaluate_checkpoint(
     test.close()
     scores = scores_of(config, totals, averaged=averaged)
     samples = test.batches.catalogue.samples
-    seconds = decoded - evaluated
-    translation = score_translations(rows, of=samples, beam=decode.beam, seconds=seconds) if rows else None
-    report(events.EvaluationDone(samples, scores, evaluated - began, facts.unigram_perplexity, translation))
+    decoding_seconds, seconds = decoded - evaluated, evaluated - began
+    translation = score_translations(rows, of=samples, beam=decode.beam, seconds=decoding_seconds) if rows else None
+    report(events.EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation, data.class_notes()))
     engine.finish()
 
 

@@ -196,11 +196,11 @@ class _Checking:
     ) -> None:
         self._config, self._specs, self._process = config, specs, process
         self._folder, self._source = folder, source
-        run = None if config.init_from is None else Path(config.init_from)
         spec = specs[max(specs)]
-        data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), run)
+        data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), source)
         self.control, self._groups = process.connect()
         self._reading = data.reading(self.control, training=True)
+        self._classes = data.classes
         self._replica = spec.layout.replica_of(self.control.rank)
         self._layers = [name for names in spec.layer_names for name in names]
         self._samples = self._reading.batches.size(0, 0)
@@ -355,7 +355,7 @@ class _Checking:
             config, self._specs[variant], self.control, self._groups,
             on_action=self._on_action, pretrained=config.init_from is None,
         )  # fmt: skip
-        fine_tune(engine, self._source)
+        fine_tune(engine, self._source, self._classes)
         if config.compile:
             with self.control.waits(Awaited.COMPILER):
                 sizes = sorted(set(micro_batch_sizes(self._samples, config.micro_batches)))

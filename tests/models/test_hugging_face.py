@@ -333,7 +333,7 @@ def test_a_translation_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In layouts of two kinds: images lie channels last, what blocks exchange does not. Exported, with names."""
+    """In layouts of two kinds: images lie channels last, what blocks exchange does not."""
     folder = saved(tmp_path / "model", "vit")
     settings = [
         *SHORT, f"model.name={folder}", "dataset=synthetic_images", f"dataset.image_size={PIXELS}",
@@ -345,7 +345,24 @@ def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "3"))
     assert command("export", f"run={tmp_path / '3'}", "format=hf") == 0
     assert "the same loss, bit for bit" in capfd.readouterr().out
-    assert whole(tmp_path / "3" / "hf", IMAGES).config.id2label == {number: f"class {number}" for number in range(4)}
+
+
+def test_a_pretrained_classifier_means_its_own_classes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its outputs were taken for the classes of the data in their order."""
+    names = dict(enumerate("2031"))
+    folder = saved(tmp_path / "model", "vit", id2label=names, label2id={name: number for number, name in names.items()})
+    settings = [
+        *SHORT, f"model.name={folder}", "model.pretrained=true", "dataset=digits", f"dataset.image_size={PIXELS}",
+        "batch_size=5", "executor=in_process", "max_steps=1", "check_layers=false",
+    ]  # fmt: skip
+    assert command("train", *settings, "dataset.classes=[0,1,2,3]", f"run_folder={tmp_path / 'same'}") == 0
+    assert "classes   " not in capfd.readouterr().out
+    (last,) = (tmp_path / "same").glob("checkpoints/step_*")
+    assert read_index(last).classes == tuple("2031")
+    assert command("export", f"run={tmp_path / 'same'}", "format=hf", "evaluate=false") == 0
+    assert whole(tmp_path / "same" / "hf", IMAGES).config.id2label == names
+    assert command("train", *settings, "dataset.classes=[4,5,6,7]", f"run_folder={tmp_path / 'others'}") == 0
+    assert "classes      the pretrained classifier is of others: 2, 0, 3, …" in capfd.readouterr().out
 
 
 # --- gpipe export format=hf

@@ -87,7 +87,7 @@ def test_all_but_the_classifier_is_taken(source: Path) -> None:
     ("settings", "kept"),
     [
         (FIRST, True),
-        ("dataset.classes=[0,1,3,2]", False),
+        ("dataset.classes=[0,1,3,4]", False),
         (f"{FIRST} init_head=new", False),
         (f"{SECOND} init_head=keep", True),
     ],

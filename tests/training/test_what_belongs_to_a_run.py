@@ -1,11 +1,18 @@
 """A run carries what its weights mean: the vocabulary of its text, and no need for what it began with."""
 
+import json
 import random
+import re
+import shutil
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
+from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import save_file
 from training_runs import TINY, command, configure, spec_of
 
@@ -15,6 +22,7 @@ from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.results.files import read_result
+from gpipe_cli.training.checkpoint.files import read_index
 from gpipe_cli.training.train_loop import train
 
 TEXT = [
@@ -65,6 +73,94 @@ def test_text_is_read_with_the_vocabulary_of_the_run(
     capsys.readouterr()
     assert run(text, tmp_path / "resumed", f"resume={tmp_path / 'run'}", "dataset.vocabulary=319") == 2
     assert "use dataset.vocabulary=320" in capsys.readouterr().err
+
+
+@pytest.fixture
+def colours(tmp_path: Path) -> Path:
+    """Images of four colours, in a folder for each."""
+    for split, name in product(("train", "test"), COLOURS):
+        for number in range(4):
+            pixels = np.array(COLOURS[name]) + np.random.default_rng(number).integers(-20, 20, (16, 16, 3))
+            place = tmp_path / "photos" / split / name
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(place / f"{number}.png")
+    return tmp_path / "photos"
+
+
+COLOURS = {"0": (255, 0, 0), "180": (0, 255, 0), "270": (255, 255, 0), "90": (0, 0, 255)}
+PHOTOS = [
+    "model=custom", "model.target=custom_models:small", "check_layers=false", "dataset=image_folder",
+    "dataset.image_size=16", "dataset.augmentation.random_resized_crop=null", "batch_size=8", "data_workers=0",
+    "threads=1", "device=cpu", "logger=[]", "executor=in_process", "partitions=2",
+]  # fmt: skip
+
+
+def loss_of(run: Path) -> float:
+    assert command("evaluate", f"run={run}") == 0
+    return float(read_result(run, "evaluate.json")["loss"])
+
+
+def test_outputs_mean_the_classes_that_they_were_trained_on(
+    colours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder was renamed, so that the classes stood in another order: an evaluation gave 0 % for 100 %, a resumed run
+    trained on with other labels, and an exported file named other classes than its outputs have, all without a word.
+    Numbers of dataset.classes mean other folders once there is one more."""
+    run, settings = tmp_path / "run", [*PHOTOS, f"dataset.root={colours}"]
+    assert command("train", *settings, "dataset.classes=[3,1,0,2]", "epochs=2", f"run_folder={run}") == 0
+    loss = loss_of(run)
+    for split in ("train", "test"):
+        shutil.copytree(colours / split / "0", colours / split / "00")
+    assert loss_of(run) == loss
+    assert command("train", f"resume={run}", "epochs=3", f"run_folder={tmp_path / 'resumed'}") == 0
+    for split in ("train", "test"):
+        shutil.rmtree(colours / split / "00")
+        (colours / split / "0").rename(colours / split / "z0")
+    capsys.readouterr()
+    for words in (["evaluate", f"run={run}"], ["train", f"resume={run}", "epochs=3", f"run_folder={tmp_path / 'no'}"]):
+        assert command(*words) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert re.search(rf"dataset\.root={colours}: .*only there: 0; only here: z0.*init_from", said)
+    assert command("export", f"run={run}") == 2
+    with safe_open(run / "model.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["classes"]) == ["90", "180", "0", "270"]
+    begun = [*settings, f"init_from={run}", "max_steps=1"]
+    assert command("train", *begun, f"run_folder={tmp_path / 'new'}") == 0
+    assert "new          1 layer: 7" in capsys.readouterr().out
+    for split in ("train", "test"):
+        (colours / split / "z0").rename(colours / split / "0")
+    assert command("train", *begun, f"run_folder={tmp_path / 'mapped'}") == 0
+    assert "new          nothing" in capsys.readouterr().out
+    (last,) = (tmp_path / "mapped" / "checkpoints").glob("step_*")
+    assert read_index(last).classes == ("90", "180", "0", "270")
+
+
+def test_a_run_that_kept_no_names_says_so(colours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [*PHOTOS, f"dataset.root={colours}", "max_steps=1", f"run_folder={tmp_path / 'run'}"]
+    assert command("train", *settings) == 0
+    (index,) = (tmp_path / "run").glob("checkpoints/step_*/index.json")
+    values = json.loads(index.read_text())
+    assert values.pop("classes") == sorted(COLOURS)
+    index.write_text(json.dumps(values))
+    capsys.readouterr()
+    assert command("evaluate", f"run={tmp_path / 'run'}") == 0
+    assert "classes      that run kept no names" in capsys.readouterr().out
+    resumed = tmp_path / "resumed"
+    assert command("train", f"resume={tmp_path / 'run'}", "max_steps=2", f"run_folder={resumed}") == 0
+    assert "classes      that run kept no names" in capsys.readouterr().out
+    assert command("evaluate", f"run={resumed}", "checkpoint=last") == 0
+    assert "kept no names" not in capsys.readouterr().out
+
+
+def test_a_vocabulary_that_is_gone_is_not_learned_again(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every token would mean something else."""
+    assert run(text, tmp_path / "run", "max_steps=1") == 0
+    (tmp_path / "run" / "vocabulary.model").unlink()
+    capsys.readouterr()
+    assert command("evaluate", f"run={tmp_path / 'run'}") == 2
+    assert "vocabulary.model: there is no such file" in capsys.readouterr().err
 
 
 def test_the_weights_that_a_run_began_with_may_be_gone(tmp_path: Path) -> None:

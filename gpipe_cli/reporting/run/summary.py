@@ -103,7 +103,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         amount = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
         outcome = outcome_of_test(task, tested, message.unigram_perplexity)
-        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{words.sample}s", amount)]
+        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{words.sample}s", amount), *message.notes]
         if translation is not None:
             facts += outcome_of_translation(translation)
         show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])

@@ -109,6 +109,7 @@ class CheckpointWriter:
     engine: Engine
     folder: Path  # the run's folder
     config_yaml: str
+    classes: tuple[str, ...]  # names by output; () if the data name none
     process: WorkerProcess  # the `events` about checkpoints are reported in process 0 only
     last: files.Progress  # progress at the newest complete checkpoint; at first, where the run begins
 
@@ -180,7 +181,7 @@ class CheckpointWriter:
             with_state = {name.rpartition("/")[0] for file in written for name in file.tensors}
             parameters = (name for name, _ in self.engine.model.named_parameters() if name not in elsewhere)
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
-            index = files.Index(progress, layers, tuple(written), stateless)
+            index = files.Index(progress, layers, tuple(written), stateless, self.classes)
             # a run that is killed at any moment, and resumed from here, will not report these steps again
             self.process.report(events.CheckpointComing(progress.step))
             self.process.until_handled()

@@ -83,6 +83,7 @@ class Index:
     layers: tuple[str, ...]
     files: tuple[WrittenFile, ...]
     without_state: tuple[str, ...] = ()  # parameters without optimizer state: frozen, or never used
+    classes: tuple[str, ...] | None = None  # names by output; (): the data name none; None: of an older version
 
 
 class DamagedError(InputError):
@@ -94,6 +95,11 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
     folders = (run_folder / "checkpoints").glob(f"{_PREFIX}*")
     complete = [folder for folder in folders if _STEP.fullmatch(folder.name) and (folder / "index.json").exists()]
     return sorted(complete, key=step_of)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that wrote the checkpoint."""
+    return checkpoint.parent.parent
 
 
 def step_of(checkpoint: Path) -> int:

@@ -20,6 +20,7 @@ from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.data_feed import TOKENIZER
 from gpipe_cli.training.engine import Engine
+from gpipe_cli.units import first_few
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -57,17 +58,16 @@ class CheckpointMatch:
     def refuse_other_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
         """Refuse the checkpoint if layers or tensors are only in the model, or only in the checkpoint."""
         if only_here or only_there:
-            raise InputError(
-                f"{self.setting}: {self.checkpoint.name} is of another model (only here: {_some(only_here)}; only "
-                f"there: {_some(only_there)}); {self._as_there()}"
-            )
+            differences = f"only here: {_some(only_here)}; only there: {_some(only_there)}"
+            why = f"{self.checkpoint.name} is of another model ({differences})"
+            raise InputError(f"{self.setting}: {why}; {self._as_there()}")
 
     def refuse_other_tokens(self) -> None:
         """Refuse the checkpoint if the settings name another tokenizer than the run's, or the files that it saved."""
         mine, theirs = self.config.dataset, self.source.dataset
         if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig) or not TEXTS[mine.name].tokenizer:
             return
-        saved = self.checkpoint.parent.parent / TOKENIZER
+        saved = files.run_of(self.checkpoint) / TOKENIZER
         uses_saved = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
         if mine.tokenizer == theirs.tokenizer or uses_saved:
             return
@@ -121,7 +121,7 @@ class CheckpointMatch:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (" ..." if len(names) > 4 else "") if names else "none"
+    return first_few(names, 4) or "none"
 
 
 def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
