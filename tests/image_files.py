@@ -15,13 +15,14 @@ from PIL import Image
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.data.images import ImageSplit, open_images
+from gpipe_cli.data.splits import Splits
 
 PLAIN = AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)
 EVERYTHING = AugmentationConfig((0.2, 1.0), horizontal_flip=True, cutout=3, shift=2)
 
 
-def opened(name: str, root: Path | None = None, seed: int = 0, **settings: Any) -> tuple[ImageSplit, ImageSplit]:
-    """The training and the test split; ten classes of 8 pixels unless told otherwise."""
+def opened(name: str, root: Path | None = None, seed: int = 0, **settings: Any) -> Splits[ImageSplit]:
+    """The splits; ten classes of 8 pixels unless told otherwise."""
     given = {"image_size": 8, "num_classes": 10, "augmentation": PLAIN, **settings}
     return open_images(ImagesConfig(name, root=None if root is None else str(root), **given), seed)  # type: ignore[arg-type]
 

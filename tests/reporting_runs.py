@@ -39,8 +39,8 @@ def description(*settings: str, **changes: Any) -> RunDescription:
     config = configure(*SETTINGS, *settings)
     data = {
         "classification": DataFacts(1437, 360),
-        "language_model": DataFacts(412, 46, 2000, unigram_perplexity=312.0),
-        "translation": DataFacts(160_123, 8_123, 8000, 214, 312.0),
+        "language_model": DataFacts(412, 46, vocabulary=2000, unigram_perplexity=312.0),
+        "translation": DataFacts(160_123, 8_123, vocabulary=8000, languages=214, unigram_perplexity=312.0),
     }
     values: dict[str, Any] = {
         "config": config,
@@ -136,6 +136,7 @@ def evaluation(number: int, text: bool = False, **changes: Any) -> Evaluated:
         "step": number,
         "epoch": (number - 1) // STEPS_PER_EPOCH + 1,
         "scores": Scores(**{key: changes.pop(key, value) for key, value in scores.items()}),
+        "split": "test",
         "is_best": True,
         "translations": (),
     }

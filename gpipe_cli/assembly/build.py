@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from operator import call
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -13,10 +13,11 @@ from torch import nn
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
-from gpipe_cli.data.batches import SPLITS, UNTRAINED, Catalogue, Split, TrainedOn, seed_of
+from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
 from gpipe_cli.data.images import find_images, open_images
 from gpipe_cli.data.masked_text import MaskedText
-from gpipe_cli.data.text import open_text
+from gpipe_cli.data.splits import Splits
+from gpipe_cli.data.text import SyntheticText, TextSplit, open_text
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models import hugging_face
@@ -200,27 +201,25 @@ def targets_of(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> t
     return samples, *lengths[-1:]
 
 
-def find_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> tuple[Catalogue, Catalogue]:
-    """The catalogues of both splits, without torchvision's transforms, whose import takes seconds. Arguments and errors
+def find_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> Splits[Catalogue]:
+    """The catalogue of each split, without torchvision's transforms, whose import takes seconds. Arguments and errors
     as of `open_data`."""
     if isinstance(config.dataset, groups.ImagesConfig):
-        images, test_images = find_images(config.dataset, config.seed, trained_on)
-        return Catalogue(len(images.targets)), Catalogue(len(test_images.targets))
-    train, test = open_data(config, trained_on)
-    return train.catalogue, test.catalogue
+        images = find_images(config.dataset, config.seed, trained_on)
+        return images.map(lambda samples: Catalogue(len(samples.targets)))
+    return open_data(config, trained_on).map(lambda split: split.catalogue)
 
 
-def open_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> tuple[Split, Split]:
-    """The training and the test split; `trained_on`: of the weights that the run begins with. Raises InputError."""
+def open_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> Splits[Any]:
+    """Each split, a `Split`; `trained_on`: of the weights that the run begins with. Raises InputError."""
     if isinstance(config.dataset, groups.ImagesConfig):
         return open_images(config.dataset, config.seed, trained_on)
     length = greatest_lengths(config)[0]
     pairs = config.task == "translation"
     pieces = trained_on.vocabulary
-    train, test = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)
-    if isinstance(train, PairSplit) or isinstance(test, PairSplit):
-        return train, test
-    if isinstance(config.model, groups.HuggingFaceConfig) and hugging_face.is_masked(_source(config.model)):
-        seeds = (seed_of(f"masks of the {name} text", config.seed) for name in SPLITS)
-        return MaskedText.of(train, next(seeds)), MaskedText.of(test, next(seeds))
-    return train, test
+    splits = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)
+    masked = isinstance(config.model, groups.HuggingFaceConfig) and hugging_face.is_masked(_source(config.model))
+    if isinstance(splits.training, PairSplit) or not masked:
+        return splits
+    named = cast(Splits[TextSplit | SyntheticText], splits).each()
+    return Splits(*(MaskedText.of(part, seed_of(f"masks of the {name} text", config.seed)) for name, part in named))

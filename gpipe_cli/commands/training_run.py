@@ -31,7 +31,12 @@ from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, step_of
-from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable, refuse_other_optimizer
+from gpipe_cli.training.checkpoint.restore import (
+    CheckpointMatch,
+    check_restorable,
+    check_same_data,
+    refuse_other_optimizer,
+)
 from gpipe_cli.training.data_feed import refuse_data
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
@@ -57,7 +62,7 @@ def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guid
         if may_be_complete and (progress := progress_if_complete(request.config, folder)) is not None:
             find_source(request.config)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
-            complete_result(folder, config.task, progress)
+            complete_result(folder, config, progress)
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
             show_text(Console(), f"{folder}: {done}")
             return 0
@@ -166,8 +171,11 @@ def find_source(config: TrainConfig) -> Path | None:
     """The checkpoint that a training resumes from, or takes weights from; None if it begins anew. Raises InputError,
     in a single line, if it does not fit the run."""
     if config.resume is not None:
-        refuse_other_optimizer(config, load(Path(config.resume)))
-        return fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
+        saved = load(Path(config.resume))
+        refuse_other_optimizer(config, saved)
+        checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
+        check_same_data(config, saved)  # after what a model of another size is told
+        return checkpoint
     return None if config.init_from is None else find_weights(config, show_error)
 
 

@@ -190,6 +190,8 @@ Pixels = Annotated[int, Within(0, 16_384)]
 Samples = Annotated[int, Within(1, 100_000_000)]
 Vocabulary = Annotated[int, Within(5, 10_000_000)]
 _Area = Annotated[float, Within(SMALLEST, 1)]
+HeldOut = Annotated[float, Within(SMALLEST, 1, below=True, use=0.1)]  # a share of a set
+Validation = HeldOut | Literal["val"] | None  # a share of the training set, or the data's own validation set
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ class Images:
     download: bool = False
     partial: bool = False
     masks: bool = False  # a target is the class of every pixel
+    folders: bool = False  # the splits are folders, of which one may be a validation set
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,7 @@ class Texts:
     """As `Images`, for text; `read(dataset)` returns the training and the test documents, or `Pairs`."""
 
     pairs: bool = False  # documents are pairs of sentences, for translation
+    folders: bool = False  # the splits are folders or files, of which one may be a validation set
     root: bool = False
     synthetic: bool = False
     direction: bool = False
@@ -237,7 +241,7 @@ IMAGES = {
     "digits": Images(root=False),
     "cifar10": Images(download=True),
     "cifar100": Images(download=True),
-    "image_folder": Images(),
+    "image_folder": Images(folders=True),
     "synthetic_images": Images(root=False, synthetic=True),
     "imagenet": Images(partial=True),
     "stanford_cars": Images(partial=True),
@@ -246,13 +250,13 @@ IMAGES = {
     "fgvc_aircraft": Images(download=True, partial=True),
     "birdsnap": Images(partial=True),
     "synthetic_masks": Images(root=False, synthetic=True, masks=True),
-    "image_masks": Images(masks=True),
+    "image_masks": Images(masks=True, folders=True),
 }
 TEXTS = {
     "python_docs": Texts(),
-    "text_files": Texts(root=True),
+    "text_files": Texts(root=True, folders=True),
     "cldr": Texts(pairs=True, direction=True),
-    "parallel_text": Texts(pairs=True, root=True),
+    "parallel_text": Texts(pairs=True, root=True, folders=True),
     "synthetic_text": Texts(synthetic=True),
 }
 if TYPE_CHECKING:
@@ -276,6 +280,8 @@ class ImagesConfig:
     classes: tuple[int, ...] | None = None  # these classes only, numbered anew in this order
     train_samples: Samples | None = None
     test_samples: Samples | None = None
+    validation: Validation = None
+    test: HeldOut | None = None  # the share of root/<class> that is the test set
     drop_last: bool = False  # leave out the last mini-batch of an epoch if it is not full
 
     def __post_init__(self) -> None:
@@ -283,7 +289,8 @@ class ImagesConfig:
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
         needed["augmentation"] = not has.masks
         optional = {"download": has.download, "partial": has.partial, "classes": not has.masks}
-        _check_settings(self, needed, optional)
+        _check_settings(self, needed, optional | {"test": self.name == "image_folder"})
+        _check_validation(self, folders=has.folders)
         for key in ("cutout", "shift"):
             if (pixels := getattr(self.augmentation, key, 0)) >= self.image_size:
                 use = f"use {self.image_size - 1} or less, or 0 to switch it off"
@@ -315,6 +322,7 @@ class TextConfig:
     drop_long: bool = False
     train_samples: Samples | None = None
     test_samples: Samples | None = None
+    validation: Validation = None
     drop_last: bool = False  # leave out an epoch's last, smaller mini-batch
 
     def __post_init__(self) -> None:
@@ -322,9 +330,20 @@ class TextConfig:
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
         needed |= {"temperature": has.pairs, "direction": has.direction}
         _check_settings(self, needed, {"drop_long": has.pairs, "tokenizer": has.tokenizer})
+        _check_validation(self, folders=has.folders)
 
 
 DatasetConfig = ImagesConfig | TextConfig
+
+
+def _check_validation(config: DatasetConfig, *, folders: bool) -> None:
+    """Raises RefusedError for a validation set that a data set has not: only the user's own `folders` may hold one."""
+    if config.validation == "val" and not folders:
+        why = f"dataset={config.name} has none; use a share of the training set, dataset.validation=0.1"
+        raise RefusedError("dataset.validation", config.validation, why)
+    if config.validation == "val" and getattr(config, "test", None) is not None:
+        why = "a folder of classes without train, test and val has none; use a share, dataset.validation=0.1"
+        raise RefusedError("dataset.validation", config.validation, why)
 
 
 def has_pairs(dataset: DatasetConfig) -> bool:

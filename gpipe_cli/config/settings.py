@@ -470,7 +470,7 @@ def _count_classes(dataset: dict[str, Any]) -> None:
     root = dataset.get("root")
     if dataset.get("num_classes", 0) is not None or not isinstance(root, str) or root == "???":
         return  # num_classes is given, or `typed` will refuse the root
-    train = Path(root) / "train"
+    train = Path(root) / ("train" if dataset.get("test") is None else "")
     try:
         folders = len(folders_in(train))
     except OSError as error:

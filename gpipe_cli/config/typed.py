@@ -159,9 +159,14 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         number = _convert(bare, value, key, keys)
         _check_bounds(key, number, bounds)
         return number
-    if get_origin(kind) in (UnionType, Union):  # only `X | None` occurs; of a Literal X it is a Union
-        (present,) = (option for option in get_args(kind) if option is not NoneType)
-        return None if value is None else _convert(present, value, key, keys)
+    if get_origin(kind) in (UnionType, Union):  # `X | None`, or a number or a word, `X | Literal[...] | None`
+        present, *words = (option for option in get_args(kind) if option is not NoneType)
+        if value is None or any(value in get_args(option) for option in words):
+            return value
+        if words and type(value) is str:
+            known_words = ", ".join(map(show, get_args(words[0])))
+            raise SettingError(key, value, f"must be a number or {known_words}; for example {key}={known_words}")
+        return _convert(present, value, key, keys)
     if _is_group(kind):
         if isinstance(value, dict):
             return _group(kind, value, key, keys)

@@ -22,8 +22,6 @@ from torch import Tensor
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.micro_batches import Share, share_of
 
-SPLITS = ("training", "test")  # their names in messages
-
 
 def seed_of(purpose: str, *numbers: int) -> int:
     """Mix a purpose ("order", "augmentation", …), which keeps uses apart, and numbers into a seed in [0, 2**63)."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.data.batches import SPLITS, seed_of
+from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import cached, digest_of
+from gpipe_cli.data.splits import OWN_VALIDATION, Splits, split_names
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import read_text
 
@@ -30,7 +31,7 @@ _MOST_BYTES = 2**32  # bytes of a file, which is held in memory several times
 Documents = tuple[str, ...]
 
 
-def read_python_docs() -> tuple[Documents, Documents]:
+def read_python_docs() -> Splits[Documents]:
     """The language reference that Python's `help()` shows: about 370,000 characters, varying with its version.
 
     The topics overlap: "compound statements" contains "function definitions". Repeated paragraphs are left out, as test
@@ -46,7 +47,7 @@ def read_python_docs() -> tuple[Documents, Documents]:
     return split_sections(topics[name] for name in sorted(topics))
 
 
-def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
+def split_sections(documents: Iterable[str]) -> Splits[Documents]:
     """The training and the test sections: repeated paragraphs (white space aside) are left out, documents are cut at
     paragraphs into sections of about 2,000 characters, and every tenth section is test text."""
     seen: set[str] = set()
@@ -66,23 +67,23 @@ def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
             sections.append("\n\n".join(paragraphs))
     test = sections[_TEST_EVERY - 1 :: _TEST_EVERY]
     train = [section for number, section in enumerate(sections) if number % _TEST_EVERY != _TEST_EVERY - 1]
-    return tuple(train), tuple(test)
+    return Splits(tuple(train), tuple(test))
 
 
-def read_text_files(root: Path) -> tuple[Documents, Documents]:
-    """The texts of all *.txt files below root/train and root/test. Without these folders: of all below root, or of the
-    file root; the last tenth of each text, from a line's start, is test text. A file is a document; order is by path.
+def read_text_files(root: Path, validation: object = None) -> Splits[Documents]:
+    """The texts of all *.txt files below root/train, root/test and root/val (see `split_names`). Without these folders:
+    of all below root, or of the file root; the last tenth of each text, from a line's start, is test text. A file is a
+    document; order is by path.
 
     Raises InputError for a folder that is missing or holds no text, and for a file that is not UTF-8.
     """
-    folders = root / "train", root / "test"
-    if any(folder.is_dir() for folder in folders):
-        return _read_folder(root, folders[0]), _read_folder(root, folders[1])
+    if validation == OWN_VALIDATION or any((root / name).is_dir() for name in ("train", "test")):
+        return Splits(*(_read_folder(root, root / name) for name in split_names(root, validation)))
     parts = [_cut_last_tenth(text) for text in _read_folder(root, root)]
     train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*parts, strict=True))
     if not test:
         raise InputError(f"dataset.root={root}: too little text for a test text of its own; add text, or 'test/*.txt'")
-    return train, test
+    return Splits(train, test)
 
 
 def _read_folder(root: Path, folder: Path) -> Documents:
@@ -185,23 +186,24 @@ def languages_of(pairs: Sequence[str]) -> int:
     return len({code.partition("_")[0] for pair in pairs for code in pair.split("-")})
 
 
-def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
+def read_parallel_text(root: Path, validation: object = None) -> Splits[Pairs]:
     """Reads lines `source TAB target TAB languages` (such as `de-en`) in UTF-8, without a header; skips empty ones. The
     model is told into which language to translate, and how often a pair is drawn depends on its languages: lines that
     are all of the same two languages may leave them out.
 
-    root: a folder with train.tsv and test.tsv, or a file, of which a hash of the target selects about 1 line in 20 for
-    the test split, so that no target is in both. Raises InputError for a bad line, a bad file or an empty split.
+    root: a folder with train.tsv, test.tsv and val.tsv (see `split_names`), or a file, of which a hash of the target
+    selects about 1 line in 20 for the test split, so that no target is in both. Raises InputError for a bad line, a bad
+    file or an empty split.
     """
-    if root.is_dir():
-        files = (root / "train.tsv", root / "test.tsv")
+    if root.is_dir() or validation == OWN_VALIDATION:
+        files = [root / f"{name}.tsv" for name in split_names(root, validation, ".tsv")]
         rows = [_read_rows(file) for file in files]
     else:
-        files = (root, root)
+        files = [root, root]
         rows = [[], []]
         for row in _read_rows(root):
             rows[seed_of(f"test {row[1]}") % _TEST_ONE_IN == 0].append(row)
-        for split, part in zip(SPLITS, rows, strict=True):
+        for split, part in Splits(*rows).each():
             if not part:
                 why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
                 raise RefusedError(
@@ -218,7 +220,7 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
         sources, targets, names, lines = zip(*part, strict=True)
         groups = torch.tensor([numbers[name] for name in names], dtype=torch.int32)
         splits.append(Pairs(sources, targets, groups, languages, file, lines))
-    return splits[0], splits[1]
+    return Splits(*splits)
 
 
 def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
@@ -242,7 +244,7 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
     return rows
 
 
-def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
+def read_cldr(direction: str, cache: Path) -> Splits[Pairs]:
     """About 200,000 pairs of a name and its English name (Babel 2.18: 201,203); kept in `cache`, as reading is slow.
 
     The names of territories, languages, scripts and currencies are short, but in many scripts and languages for a
@@ -258,8 +260,7 @@ def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
     # The digest covers this file's source: a change of the code below must not read what the old code cached.
     name = digest_of("cldr", babel.__version__, [Path(__file__).read_bytes()])
     content = json.loads(cached(cache, f"cldr-{name}", lambda: json.dumps(_read_names()).encode()))
-    train, test = (_directed(content[split], content["codes"], direction) for split in ("train", "test"))
-    return train, test
+    return Splits(*(_directed(content[split], content["codes"], direction) for split in ("train", "test")))
 
 
 def _names_of(locale: str) -> dict[tuple[str, str], str]:

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
-from torch.utils.data import Subset
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.data.batches import SPLITS, UNTRAINED, Catalogue, TrainedOn, seed_of
+from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
 from gpipe_cli.data.masks import read_ellipses, read_masks
 from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
-from gpipe_cli.data.readers import Pixels, Samples, read_cifar, read_digits, read_folders, read_noise
+from gpipe_cli.data.readers import Samples, read_cifar, read_digits, read_image_folder, read_noise
+from gpipe_cli.data.splits import Splits
 from gpipe_cli.units import first_few
 
 _WORDNET_ID = re.compile(r"n[0-9]{8}(?= |$)")
@@ -140,62 +140,67 @@ class ImageSplit:
             return self.transform(image)
 
 
-def open_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> tuple[ImageSplit, ImageSplit]:
-    """The training and the test split of a data set. `seed` determines synthetic images and the augmentation, which
-    applies to the training split only. Raises InputError as `find_images`.
+def open_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> Splits[ImageSplit]:
+    """The splits of a data set. `seed` determines synthetic images, what is held out of the training set, and the
+    augmentation, which applies to the training set only. Raises InputError as `find_images`.
     """
-    train, test = find_images(dataset, seed, trained_on)
     share = centre_share(dataset)
-    return (
-        ImageSplit(train, build_transform(dataset.image_size, share, dataset.augmentation), seed),
-        ImageSplit(test, build_transform(dataset.image_size, share, None), None),
-    )
+    training, *others = (samples for _, samples in find_images(dataset, seed, trained_on).each())
+    plain = build_transform(dataset.image_size, share, None)
+    augmented = build_transform(dataset.image_size, share, dataset.augmentation)
+    return Splits(ImageSplit(training, augmented, seed), *(ImageSplit(samples, plain, None) for samples in others))
 
 
-def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> tuple[Samples, Samples]:
-    """The samples of both splits, whose images are as they are stored. `seed` determines synthetic ones. Classes of the
-    same names as in `trained_on` have its order.
+def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> Splits[Samples]:
+    """The samples of each split, whose images are as they are stored. `seed` determines synthetic ones, and which are
+    held out. Classes of the same names as in `trained_on` have its order.
 
     Raises InputError for missing, empty or damaged data, a wrong number of classes, and classes other than those that
     `trained_on` requires.
     """
-    name = dataset.name
-    root = Path(dataset.root or "")  # every set that is read from disk has a root
-    match name:
-        case "digits":
-            train, test = read_digits()
-        case "cifar10" | "cifar100":
-            from torchvision.datasets import CIFAR10, CIFAR100
-
-            train, test = read_cifar(CIFAR10 if name == "cifar10" else CIFAR100, root, download=dataset.download)
-        case "synthetic_images":
-            train, test = read_noise(dataset, seed)
-        case "synthetic_masks":
-            train, test = read_ellipses(dataset, seed)
-        case "image_masks":
-            train, test = read_masks(root, dataset)
-        case "image_folder":
-            expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/test/<class>/*.jpg' (or '{root}/val')"
-            train, test = read_folders(root, expected)
-        case _ if name in PHOTOGRAPHS:
-            train, test = read_photographs(name, root, download=dataset.download, partial=dataset.partial)
-        case _:
-            train, test = import_module(f"gpipe_cli.data.{name}").read(dataset, seed)
-    if train.class_names != test.class_names:
-        unshared = sorted(set(train.class_names) ^ set(test.class_names))
-        why = f"training and test images must have the same classes in the same order, but {len(unshared)} differ"
-        raise RefusedError("dataset.root", root, f"{why} ({', '.join(unshared[:3])}); complete them, or remove some")
-    names = train.class_names
+    splits = _read(dataset, seed)
+    names = splits.training.class_names
+    for split, samples in splits.each():
+        if unshared := sorted({*names} ^ {*samples.class_names}):
+            why = f"training and {split} images must have the same classes, but {len(unshared)} differ"
+            raise RefusedError("dataset.root", dataset.root, f"{why} ({first_few(unshared)}); complete or remove them")
     chosen = tuple(range(len(names))) if dataset.classes is None else dataset.classes
     if names and trained_on.classes:
         chosen = _in_order_of(trained_on, names, chosen, dataset)
     by_name = trained_on.required and trained_on.classes  # whatever other classes there are
     if names and not by_name and dataset.num_classes != len(names):
-        why = f"{name} has {len(names)} classes ({first_few(names)})"
+        why = f"{dataset.name} has {len(names)} classes ({first_few(names)})"
         raise RefusedError("dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}")
     if dataset.classes is not None or chosen != tuple(range(len(names))):
-        train, test = _choose(chosen, dataset, train, test)
-    return train, test
+        splits = Splits(*_choose(chosen, dataset, splits))
+    if isinstance(dataset.validation, float):
+        training, validation = splits.training.divided("dataset.validation", dataset.validation, seed)
+        splits = Splits(training, splits.test, validation)
+    return splits
+
+
+def _read(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
+    """The samples of all classes, in the order that the data have."""
+    name = dataset.name
+    root = Path(dataset.root or "")  # every set that is read from disk has a root
+    match name:
+        case "digits":
+            return read_digits()
+        case "cifar10" | "cifar100":
+            from torchvision.datasets import CIFAR10, CIFAR100
+
+            return read_cifar(CIFAR10 if name == "cifar10" else CIFAR100, root, download=dataset.download)
+        case "synthetic_images":
+            return read_noise(dataset, seed)
+        case "synthetic_masks":
+            return read_ellipses(dataset, seed)
+        case "image_masks":
+            return read_masks(root, dataset)
+        case "image_folder":
+            return read_image_folder(root, dataset, seed)
+        case _ if name in PHOTOGRAPHS:
+            return read_photographs(name, root, download=dataset.download, partial=dataset.partial)
+    return Splits(*import_module(f"gpipe_cli.data.{name}").read(dataset, seed))
 
 
 def _in_order_of(
@@ -238,24 +243,21 @@ def centre_share(dataset: ImagesConfig) -> float:
     return 0.875 if dataset.name in ("image_folder", "imagenet") else 1.0
 
 
-def _choose(classes: tuple[int, ...], dataset: ImagesConfig, *splits: Samples) -> Iterator[Samples]:
+def _choose(classes: tuple[int, ...], dataset: ImagesConfig, splits: Splits[Samples]) -> Iterator[Samples]:
     """The samples of `classes` in each split, in their old order; classes[i] becomes class i. Raises InputError."""
-    name, names = dataset.name, splits[0].class_names
+    name, names = dataset.name, splits.training.class_names
     count = len(names) or dataset.num_classes
     if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < count for number in classes):
         why = f"must be 2 or more different classes of {name}, from 0 to {count - 1}"
         raise RefusedError("dataset.classes", classes, f"{why}; use dataset.classes=null for all")
     new_number = torch.full((count,), -1, dtype=torch.int64)
     new_number[list(classes)] = torch.arange(len(classes))
-    for split, samples in zip(SPLITS, splits, strict=True):
+    for split, samples in splits.each():
         assert isinstance(samples.targets, Tensor), "sets with masks have no dataset.classes"
         targets = new_number[samples.targets]
         kept = (targets >= 0).nonzero().flatten()
         if len(kept) == 0:
             why = f"{name} has no {split} image of these classes; choose others or complete it"
             raise RefusedError("dataset.classes", classes, why)
-        pixels: Pixels = samples.pixels
-        if len(kept) < len(targets):
-            pixels = Subset(pixels, kept.tolist())  # type: ignore[arg-type]  # anything with an index
         chosen_names = tuple(names[number] for number in classes) if names else ()
-        yield replace(samples, pixels=pixels, targets=targets[kept], class_names=chosen_names)
+        yield replace(samples, targets=targets, class_names=chosen_names).chosen(kept)

@@ -17,6 +17,7 @@ from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.readers import Files, Samples, decoded, is_image
+from gpipe_cli.data.splits import Splits, split_names
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError
 
@@ -112,7 +113,7 @@ class MaskFiles:
         return mask
 
 
-def read_ellipses(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
+def read_ellipses(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
     """Synthetic images with their masks."""
     colours = torch.rand(dataset.num_classes, 3, generator=torch.Generator().manual_seed(seed_of("colours", seed)))
 
@@ -121,20 +122,19 @@ def read_ellipses(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
         images = Ellipses(seed_of(f"masks {name}", seed), dataset.image_size, colours)
         return Samples(images, EllipseMasks(images, count), ())
 
-    return split("train", dataset.train_samples), split("test", dataset.test_samples)
+    return Splits(split("train", dataset.train_samples), split("test", dataset.test_samples))
 
 
-def read_masks(root: Path, dataset: ImagesConfig) -> tuple[Samples, Samples]:
-    """Images in root/train/images and root/test/images, or root/val/images, and their masks, files of the same names
-    before the suffix, in root/.../masks. Raises InputError if a folder, or the mask of an image, is missing, or if no
-    training mask has a class but 0."""
-    test = next((name for name in ("test", "val") if (root / name).is_dir()), "test")
-    train = _read_split(root / "train", dataset)
-    assert isinstance(train.targets, MaskFiles)
-    if _name_no_class(train.targets.masks):
+def read_masks(root: Path, dataset: ImagesConfig) -> Splits[Samples]:
+    """Images in root/train/images and so on (see `split_names`), and their masks, files of the same names before the
+    suffix, in root/train/masks. Raises InputError if a folder, or the mask of an image, is missing, or if no training
+    mask has a class but 0."""
+    splits = Splits(*(_read_split(root / name, dataset) for name in split_names(root, dataset.validation)))
+    assert isinstance(splits.training.targets, MaskFiles)
+    if _name_no_class(splits.training.targets.masks):
         why = f"all training masks have the values 0 and {NOTHING} only, and {NOTHING} is nothing to learn"
         raise RefusedError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
-    return train, _read_split(root / test, dataset)
+    return splits
 
 
 def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.typed import RefusedError, with_type
-from gpipe_cli.data.batches import SPLITS
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.readers import Samples, read_folders
+from gpipe_cli.data.splits import Splits, split_names
 
 _DOWNLOAD = "set dataset.download=true"
 
@@ -78,7 +78,7 @@ DECODED = ("image_folder", "image_masks", *PHOTOGRAPHS)
 """Data sets whose images are decoded from files, which is the work of several loader processes."""
 
 
-def read_photographs(name: str, root: Path, *, download: bool, partial: bool) -> tuple[Samples, Samples]:
+def read_photographs(name: str, root: Path, *, download: bool, partial: bool) -> Splits[Samples]:
     """The training and the test split of the set `name`, a key of PHOTOGRAPHS, from the files below `root`.
 
     download: fetch what is missing; the settings allow it if torchvision can. partial: accept fewer images than the
@@ -91,10 +91,11 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
     if name == "imagenet":
         train, test = _read_imagenet(root, expected)
     elif photographs.reader is None:
-        train, test = read_folders(root, expected)
+        train, test = read_folders(root, expected, *split_names(root))
     else:
         train, test = (
-            _read_listed(name, root, expected, split, download=download, partial=partial) for split in SPLITS
+            _read_listed(name, root, expected, split, download=download, partial=partial)
+            for split in ("training", "test")
         )
     for what, wanted, present in (
         ("training images", photographs.train, len(train.targets)),
@@ -106,7 +107,7 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
         if present < wanted:
             remedy = _complete(name, root) + (" or set dataset.partial=true" if present else "")
         raise RefusedError("dataset.root", root, f"{name} has {wanted:,} {what}, found {present:,}; {remedy}")
-    return train, test
+    return Splits(train, test)
 
 
 def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
@@ -135,7 +136,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
         replace(
             split, class_names=tuple(f"{wnid} {', '.join(words.get(wnid, ()))}".rstrip() for wnid in split.class_names)
         )
-        for split in read_folders(root, expected, test_names=("val",))
+        for split in read_folders(root, expected, "train", "val")
     )
     return train, test
 

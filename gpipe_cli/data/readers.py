@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from importlib.util import find_spec
@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line, show
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
+from gpipe_cli.data.splits import Splits, divide, split_names
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import folders_in, open_regular
 
@@ -76,6 +78,40 @@ class Samples:
         """Samples from (path, target) of each image file."""
         targets = torch.tensor([target for _, target in listed], dtype=torch.int64)
         return cls(Files(tuple(path for path, _ in listed)), targets, class_names, skipped or Counter())
+
+    def divided(self, setting: str, share: float, seed: int) -> tuple["Samples", "Samples"]:
+        """What stays, and what `setting` takes out: the `share` of each class; of masks that of all samples. Raises
+        RefusedError."""
+        classes = (
+            self.targets if isinstance(self.targets, Tensor) else torch.zeros(len(self.targets), dtype=torch.int64)
+        )
+        staying, taken = divide(classes, setting, share, seed)
+        # files that were skipped are counted once
+        return self.chosen(staying), replace(self.chosen(taken), skipped=Counter())
+
+    def chosen(self, indices: Tensor) -> "Samples":
+        """The samples `indices`, int64 (n,), in that order."""
+        places = indices.tolist()
+        if isinstance(self.pixels, Files):
+            pixels: Pixels = Files(tuple(self.pixels.paths[place] for place in places))
+        else:
+            pixels = Subset(self.pixels, places)  # type: ignore[arg-type]  # anything with an index
+        targets = self.targets[indices] if isinstance(self.targets, Tensor) else ChosenTargets(self.targets, indices)
+        return replace(self, pixels=pixels, targets=targets)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenTargets:
+    """The targets `indices` of others."""
+
+    others: Targets
+    indices: Tensor  # int64 (n,)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, indices: Tensor) -> Tensor:
+        return self.others[self.indices[indices]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +202,7 @@ class Noise:
         return words.view(torch.uint8)[: math.prod(shape)].view(shape)
 
 
-def read_digits() -> tuple[Samples, Samples]:
+def read_digits() -> Splits[Samples]:
     """scikit-learn's 1,797 handwritten digits (8x8, grey levels 0..16), 1,437 to train on and 360 to test on.
 
     Its file is read without importing it, which takes over a second. `digits_split.txt` has two lines, the
@@ -180,10 +216,10 @@ def read_digits() -> tuple[Samples, Samples]:
     names = tuple(map(str, range(10)))
     lines = resources.files("gpipe_cli.data").joinpath("digits_split.txt").read_text("utf-8").splitlines()
     train, test = (list(map(int, line.split())) for line in lines)
-    return Samples(images[train], targets[train], names), Samples(images[test], targets[test], names)
+    return Splits(Samples(images[train], targets[train], names), Samples(images[test], targets[test], names))
 
 
-def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[Samples, Samples]:
+def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits[Samples]:
     """CIFAR-10 or CIFAR-100 (50,000 / 10,000 images, 32x32) through torchvision's reader, which checks each file's MD5.
     Raises InputError if files are missing or damaged."""
     try:
@@ -194,18 +230,19 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[
         if download:
             raise RefusedError("dataset.download", True, f"{why}; check the network, or unpack {reader.url}") from error
         raise RefusedError("dataset.root", root, f"{why}; set dataset.download=true, or unpack {reader.url}") from error
-    train, test = (
-        Samples(
-            torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(),
-            torch.tensor(split.targets, dtype=torch.int64),
-            tuple(split.classes),
+    return Splits(
+        *(
+            Samples(
+                torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(),
+                torch.tensor(split.targets, dtype=torch.int64),
+                tuple(split.classes),
+            )
+            for split in splits
         )
-        for split in splits
     )
-    return train, test
 
 
-def read_noise(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
+def read_noise(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
     """Random images with random targets, for speed and memory experiments: the speed tables need no data set."""
 
     def split(setting: str, count: int | None) -> Samples:
@@ -214,19 +251,32 @@ def read_noise(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
         targets = torch.randint(dataset.num_classes, (count,), generator=generator)
         return Samples(Noise(seed_of(f"images {setting}", seed), dataset.image_size), targets, ())
 
-    return split("train_samples", dataset.train_samples), split("test_samples", dataset.test_samples)
+    return Splits(split("train_samples", dataset.train_samples), split("test_samples", dataset.test_samples))
 
 
-def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test", "val")) -> tuple[Samples, Samples]:
-    """Images in root/train/<class>/ and in the first folder of `test_names` that exists; classes in alphabetical order.
+def read_image_folder(root: Path, dataset: ImagesConfig, seed: int) -> Splits[Samples]:
+    """The user's images in root/train and so on (see `split_names`) or, with a share `dataset.test`, in root itself, of
+    which `seed` chooses that share as the test set. Raises InputError as `read_folders`."""
+    expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/test/<class>/*.jpg' (or '{root}/val')"
+    if dataset.test is None:
+        expected += ", or '<class>/*.jpg' alone with dataset.test=0.2"
+        return Splits(*read_folders(root, expected, *split_names(root, dataset.validation)))
+    if (root / "train").is_dir():
+        why = f"'{root}' has a folder train, beside which root/test or root/val is the test set"
+        raise RefusedError("dataset.test", dataset.test, f"{why}; use dataset.test=null")
+    (everything,) = read_folders(root, f"expected '{root}/<class>/*.jpg'", "")
+    return Splits(*everything.divided("dataset.test", dataset.test, seed))
+
+
+def read_folders(root: Path, expected: str, *names: str) -> list[Samples]:
+    """The images in root/<name>/<class>/ for each of the `names`; classes in alphabetical order.
 
     Raises InputError, with the text `expected`, for a missing folder or a class without an image.
     """
     from torchvision.datasets.folder import make_dataset
 
-    test = next((name for name in test_names if (root / name).is_dir()), test_names[0])
     splits = []
-    for folder in (root / "train", root / test):
+    for folder in (root / name for name in names):
         skipped = Counter[str]()
         try:
             numbers = {name: number for number, name in enumerate(folders_in(folder))}
@@ -236,7 +286,7 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
             why = f"'{folder}' cannot be read ({one_line(error).partition(' Supported')[0]}); {endings}; {expected}"
             raise RefusedError("dataset.root", root, why) from error
         splits.append(Samples.of_files(listed, tuple(map(show, numbers)), skipped))
-    return splits[0], splits[1]
+    return splits
 
 
 def _is_shown_image(folder: str, skipped: Counter[str], path: str) -> bool:

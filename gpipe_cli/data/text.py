@@ -2,7 +2,7 @@
 tokens, and sentence pairs (Section 5)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,34 +13,43 @@ from torch import Tensor
 
 from gpipe_cli.config.groups import TEXTS, TextConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
+from gpipe_cli.data.batches import Catalogue, seed_of
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
-from gpipe_cli.data.corpora import read_cldr, read_parallel_text, read_python_docs, read_text_files
+from gpipe_cli.data.corpora import Documents, Pairs, read_cldr, read_parallel_text, read_python_docs, read_text_files
 from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
+from gpipe_cli.data.splits import Splits, divide
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import BEGIN, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
+
+_SHARE = "dataset.validation"
 
 
 @dataclass(frozen=True, eq=False)
 class TextSplit:
     """The training or the test text, cut into windows that do not overlap, the same in every epoch.
 
-    tokens: int32 (stream,), all documents concatenated, each with an end token. length: tokens of a window. Every token
-    but the first of the stream is predicted exactly once; the last window is padded.
+    tokens: int32 (stream,), all documents concatenated, each with an end token. length: tokens of a window. windows:
+    int64 (n,), ascending, those that belong to the split; None: all. Every token but the first of the stream is
+    predicted exactly once; the last window is padded.
     """
 
     tokens: Tensor
     length: int
     vocabulary: Vocabulary | PretrainedTokenizer
+    windows: Tensor | None = None
 
     @property
     def catalogue(self) -> Catalogue:
-        return Catalogue.of_windows(-(-(len(self.tokens) - 1) // self.length), (self.length,))
+        return Catalogue.of_windows(len(self._numbers), (self.length,))
 
     @property
     def full_windows(self) -> int:
-        """The number of windows without padding."""
-        return (len(self.tokens) - 1) // self.length
+        """The number of windows without padding; the only other comes last."""
+        return int((self._numbers < (len(self.tokens) - 1) // self.length).sum())
+
+    @property
+    def _numbers(self) -> Tensor:
+        return torch.arange(-(-(len(self.tokens) - 1) // self.length)) if self.windows is None else self.windows
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """A single tensor: int64 (n, length)."""
@@ -52,19 +61,23 @@ class TextSplit:
 
     def predicted(self) -> Tensor:
         """int64 (tokens,): all target tokens in order, without padding."""
-        return self.tokens[1:].long()
+        if self.windows is None:
+            return self.tokens[1:].long()
+        targets = self._windows(torch.arange(len(self.windows)), first=1, padding=IGNORED)
+        return targets[targets != IGNORED]
 
     def _windows(self, indices: Tensor, first: int, padding: int) -> Tensor:
-        positions = indices[:, None] * self.length + torch.arange(self.length)
+        numbers = indices if self.windows is None else self.windows[indices]
+        positions = numbers[:, None] * self.length + torch.arange(self.length)
         beyond = positions >= len(self.tokens) - 1  # no token follows the last token
         return self.tokens[(positions + first).masked_fill_(beyond, 0)].long().masked_fill_(beyond, padding)
 
 
 def open_documents(
-    train: Sequence[str], test: Sequence[str], dataset: TextConfig, length: int, pieces: bytes | None = None
-) -> tuple[TextSplit, TextSplit]:
-    """Take the tokenizer or the vocabulary of `pieces`, or learn a vocabulary from the training documents; encode both
-    splits. Raises InputError."""
+    documents: Splits[Documents], dataset: TextConfig, length: int, pieces: bytes | None = None
+) -> Splits[TextSplit]:
+    """Take the tokenizer or the vocabulary of `pieces`, or learn a vocabulary from the training documents; encode each
+    split. Raises InputError."""
     cache = cache_folder(dataset.cache)
     if dataset.tokenizer is not None:
         vocabulary: Vocabulary | PretrainedTokenizer = PretrainedTokenizer(dataset.tokenizer)
@@ -73,15 +86,15 @@ def open_documents(
             raise RefusedError("dataset.vocabulary", dataset.vocabulary, why)
     else:
         # A line end is encoded as its byte and need not be learned.
-        lines = [line for document in train for line in document.split("\n") if line.strip()]
+        lines = [line for document in documents.training for line in document.split("\n") if line.strip()]
         vocabulary = make_vocabulary(lines, dataset.vocabulary, cache, word_prefix=False, pieces=pieces)
-    splits = [TextSplit(_encoded(documents, vocabulary, cache), length, vocabulary) for documents in (train, test)]
-    for name, split in zip(SPLITS, splits, strict=True):
+    splits = documents.map(lambda part: TextSplit(_encoded(part, vocabulary, cache), length, vocabulary))
+    for name, split in splits.each():
         if len(split.tokens) <= length:
             why = f"the {name} text has only {len(split.tokens)} tokens, and a window needs one more than its length"
             use = f"use model.length={len(split.tokens) - 1} or less, or a longer text"
             raise RefusedError("model.length", length, f"{why}; {use}")
-    return splits[0], splits[1]
+    return splits
 
 
 def _encoded(documents: Sequence[str], vocabulary: Vocabulary | PretrainedTokenizer, cache: Path) -> Tensor:
@@ -136,44 +149,73 @@ class SyntheticText:
         return sequences
 
 
-TextSplits = tuple[TextSplit, TextSplit] | tuple[PairSplit, PairSplit] | tuple[SyntheticText, SyntheticText]
+TextSplits = Splits[TextSplit] | Splits[PairSplit] | Splits[SyntheticText]
 
 
 def open_text(
     dataset: TextConfig, *, length: int, seed: int, pairs: bool = False, pieces: bytes | None = None
 ) -> TextSplits:
-    """The training and the test split of a data set.
+    """The splits of a data set.
 
-    length: tokens of a window, or at most of a source or a target. seed, and pairs (whether to make pairs): for
-    `synthetic_text` only. pieces: the vocabulary of an earlier run, as SentencePiece stores it, in place of a new one.
+    length: tokens of a window, or at most of a source or a target. seed: chooses the validation set, and the tokens of
+    `synthetic_text`; pairs: whether that has pairs. pieces: the vocabulary of an earlier run, as SentencePiece stores
+    it, in place of a new one.
 
     Raises InputError for missing, empty or damaged data, and settings that do not fit it.
     """
     root = Path(dataset.root or "")  # a data set read from files has a root
-    read: Any  # documents or pairs, of both splits
+    read: Any  # documents or pairs, of each split
+    share = dataset.validation if isinstance(dataset.validation, float) else None
     match dataset.name:
         case "synthetic_text":
-            counts = dataset.train_samples or 0, dataset.test_samples or 0
-            seeds = seed_of("text train_samples", seed), seed_of("text test_samples", seed)
-            train, test = (
-                SyntheticText(count, length, dataset.vocabulary, split_seed, pairs)
-                for count, split_seed in zip(counts, seeds, strict=True)
-            )
-            return train, test
+            return _synthetic(dataset, length, seed, pairs)
         case "python_docs":
             read = read_python_docs()
         case "text_files":
-            read = read_text_files(root)
+            read = read_text_files(root, dataset.validation)
         case "cldr":
             read = read_cldr(str(dataset.direction), cache_folder(dataset.cache))
         case "parallel_text":
-            read = read_parallel_text(root)
+            read = read_parallel_text(root, dataset.validation)
         case _:
-            read = import_module(f"gpipe_cli.data.{dataset.name}").read(dataset)
-    training, tested = read
+            read = Splits(*import_module(f"gpipe_cli.data.{dataset.name}").read(dataset))
     if TEXTS[dataset.name].pairs:
-        return open_pairs(training, tested, dataset, length, pieces)
-    return open_documents(training, tested, dataset, length, pieces)
+        return open_pairs(read if share is None else _divided_pairs(read, share, seed), dataset, length, pieces)
+    splits = open_documents(read, dataset, length, pieces)
+    return splits if share is None else _divided_windows(splits, share, seed)
+
+
+def _synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) -> Splits[SyntheticText]:
+    counts = {"train_samples": dataset.train_samples or 0, "test_samples": dataset.test_samples or 0}
+    if isinstance(dataset.validation, float):  # as all samples are alike, any others will do
+        staying, taken = divide(
+            torch.zeros(counts["train_samples"], dtype=torch.int64), _SHARE, dataset.validation, seed
+        )
+        counts |= {"train_samples": len(staying), "validation_samples": len(taken)}
+    return Splits(
+        *(
+            SyntheticText(count, length, dataset.vocabulary, seed_of(f"text {setting}", seed), pairs)
+            for setting, count in counts.items()
+        )
+    )
+
+
+def _divided_windows(splits: Splits[TextSplit], share: float, seed: int) -> Splits[TextSplit]:
+    """The `share` of the training windows becomes the validation set. Raises RefusedError if that is none."""
+    training = splits.training
+    staying, taken = divide(torch.zeros(training.catalogue.samples, dtype=torch.int64), _SHARE, share, seed)
+    return Splits(replace(training, windows=staying), splits.test, replace(training, windows=taken))
+
+
+def _divided_pairs(pairs: Splits[Pairs], share: float, seed: int) -> Splits[Pairs]:
+    """The pairs of the `share` of the targets become the validation set, so that no target is in both sets. Raises
+    RefusedError if that is none."""
+    training = pairs.training
+    numbers: dict[str, int] = {}
+    of_pair = torch.tensor([numbers.setdefault(target, len(numbers)) for target in training.references])
+    parts = divide(torch.zeros(len(numbers), dtype=torch.int64), _SHARE, share, seed)
+    staying, taken = (training.chosen(torch.isin(of_pair, part).nonzero().flatten()) for part in parts)
+    return Splits(staying, pairs.test, taken)
 
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.data.batches import SPLITS, Catalogue
+from gpipe_cli.data.batches import Catalogue
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.corpora import Pairs, target_language
+from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make_vocabulary
 
 
@@ -89,27 +90,27 @@ class PairSplit:
 
 
 def open_pairs(
-    train: Pairs, test: Pairs, dataset: TextConfig, length: int, pieces: bytes | None = None
-) -> tuple[PairSplit, PairSplit]:
-    """Learn the vocabulary from both sides of the training pairs, or take that of `pieces`, and encode both splits.
+    pairs: Splits[Pairs], dataset: TextConfig, length: int, pieces: bytes | None = None
+) -> Splits[PairSplit]:
+    """Learn the vocabulary from both sides of the training pairs, or take that of `pieces`, and encode each split.
 
     length: the most tokens of a source or a target that the model takes, special ones included. Raises InputError for
     longer pairs, or with `dataset.drop_long` leaves them out and raises InputError if none is left.
     """
     cache = cache_folder(dataset.cache)
     # Each text once: in a corpus of many languages the same English sentence occurs once per language.
-    texts = dict.fromkeys(chain(train.sources, train.references))
-    symbols = sorted({_symbol(pair) for pair in train.languages})
+    texts = dict.fromkeys(chain(pairs.training.sources, pairs.training.references))
+    symbols = sorted({_symbol(pair) for pair in pairs.training.languages})
     vocabulary = make_vocabulary(texts, dataset.vocabulary, cache, symbols=symbols, word_prefix=True, pieces=pieces)
-    splits = [_encoded(pairs, vocabulary, cache) for pairs in (train, test)]
+    splits = pairs.map(lambda part: _encoded(part, vocabulary, cache))
     if not dataset.drop_long:
-        _check_lengths(splits, length)
-    shortened = [_without_long(split, length) for split in splits]
-    for name, split in zip(SPLITS, shortened, strict=True):
+        _check_lengths([split for _, split in splits.each()], length)
+    shortened = splits.map(lambda split: _without_long(split, length))
+    for name, split in shortened.each():
         if len(split.pairs) == 0:
             why = f"every {name} pair is longer; use a larger model.length, or shorter sentences"
             raise RefusedError("model.length", length, why)
-    return shortened[0], shortened[1]
+    return shortened
 
 
 def _symbol(languages: str) -> str:

@@ -15,7 +15,7 @@ Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation on the test set."""
+    """An evaluation on the test or the validation set."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # counted from 1
@@ -128,8 +128,10 @@ class RunResult:
     epochs: int = 0  # whole epochs done, those before a resume included
     steps: int = 0  # optimizer steps done, those before a resume included
     seconds: float | None = None  # seconds since the process started
-    test: Evaluation | None = None  # the last evaluation
-    best: Evaluation | None = None
+    # the last evaluation on the test set or, if there is a validation set, that with the weights that it has chosen
+    test: Evaluation | None = None
+    best: Evaluation | None = None  # the best evaluation on the test set; None if there is a validation set
+    validation: Evaluation | None = None  # the best evaluation on the validation set, which has chosen the weights
     samples_per_second: float | None = None
     samples_per_second_quartiles: tuple[float, float] | None = None
     samples_per_second_kind: str | None = None  # a SpeedKind

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.assembly.build import find_data, open_data, pretrained_classes
-from gpipe_cli.config.groups import TEXTS, HuggingFaceConfig, TextConfig
+from gpipe_cli.config.groups import IMAGES, TEXTS, HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split, TrainedOn
@@ -25,6 +25,7 @@ from gpipe_cli.data.micro_batches import Share
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.readers import Files
+from gpipe_cli.data.splits import OWN_VALIDATION, SplitName, Splits, split_names
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
@@ -132,7 +133,7 @@ def _as_trained(config: TrainConfig, checkpoint: Path | None, *, required: bool)
     return config, TrainedOn(vocabulary)
 
 
-def look_for_data(config: TrainConfig, checkpoint: Path | None, *, required: bool) -> tuple[Catalogue, Catalogue]:
+def look_for_data(config: TrainConfig, checkpoint: Path | None, *, required: bool) -> Splits[Catalogue]:
     """The catalogues of the data that the weights of `checkpoint`, if any, are used with. Arguments as of
     `_as_trained`. Raises InputError as it does, and for data that cannot be read."""
     phase("looking for the data")
@@ -142,7 +143,7 @@ def look_for_data(config: TrainConfig, checkpoint: Path | None, *, required: boo
 def refuse_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
     """Raises InputError, before anything slow, if the data cannot be read or its number of samples does not suit the
     settings, of which those in `auto` have no values yet. `source`: the checkpoint that the run begins with."""
-    train, _ = look_for_data(config, source, required=config.resume is not None)
+    train = look_for_data(config, source, required=config.resume is not None).training
     if not set(AUTO_BATCH) & set(auto):
         batches = mini_batches(config, train, training=True)
         if not auto:
@@ -169,23 +170,22 @@ class Data:
         self._config, self._source = config, source
         self._first = 0 in stages  # whether this process has the first stage
         self._replica = spec.layout.replica_of(process)
-        self._splits: tuple[Split, Split] | None = None
+        self._splits: Splits[Split] | None = None
         self._trained_on = TrainedOn()  # of the weights that the run begins with
         self.classes: tuple[str, ...] = ()  # names by output, () if the data name none; known once it is read
-        # keys: True for the training set, False for the test set; empty without the first stage
-        self._readings: dict[bool, Reading] = {}
+        self._readings: dict[SplitName, Reading] = {}  # empty without the first stage
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
             required = start is None or config.resume is not None
             config, self._trained_on = _as_trained(config, source, required=required)
             self._splits = open_data(config, self._trained_on)
         if self._splits is None or not self._first:
             return
-        for training, split in zip((False, True), reversed(self._splits), strict=True):
-            if training and start is None:
+        for name, split in self._splits.each():
+            if start is None and name != "test":
                 continue
-            batches = mini_batches(config, split.catalogue, training=training, replica=self._replica)
+            batches = mini_batches(config, split.catalogue, training=name == "training", replica=self._replica)
             span = 0, 0, 1 if start is None else config.epochs + 1
-            if training and start is not None:
+            if name == "training" and start is not None:
                 if start.steps_per_epoch not in (0, batches.steps_per_epoch):
                     raise InputError(
                         f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has "
@@ -194,13 +194,13 @@ class Data:
                     )
                 span = start.epoch, start.position, config.epochs
             loaded = LoadedBatches(split, batches, *span, workers_of(config))
-            self._readings[training] = Reading(split, batches, loaded)
+            self._readings[name] = Reading(split, batches, loaded)
 
-    def reading(self, control: ControlGroup, *, training: bool) -> Reading:
-        """The training set or the test set as this process reads it. Call it in every process once they are connected:
-        those without samples receive the catalogue and the classes. Raises InputError if processes read data with
-        different tokens, classes or numbers of samples."""
-        split = None if self._splits is None else self._splits[0 if training else 1]
+    def reading(self, control: ControlGroup, name: SplitName) -> Reading:
+        """A split as this process reads it. Call it in every process once they are connected: those without samples
+        receive the catalogue and the classes. Raises InputError if processes read data with different tokens, classes
+        or numbers of samples."""
+        split = None if self._splits is None else dict(self._splits.each())[name]
         own_catalogue = split.catalogue if split is not None and self._first else None
         meaning = None if split is None else _meaning_of(split)
         catalogues, meanings = zip(*control.collect((own_catalogue, meaning)), strict=True)
@@ -209,21 +209,29 @@ class Data:
             why = "the processes read data with different tokens, classes or numbers of samples"
             raise InputError(f"dataset={self._config.dataset.name}: {why}; give every machine the same files")
         _, _, self.classes = first
+        if name in self._readings:
+            return self._readings[name]
         catalogue = next(catalogue for catalogue in catalogues if catalogue is not None)
-        if training in self._readings:
-            return self._readings[training]
-        batches = mini_batches(self._config, catalogue, training=training, replica=self._replica)
+        batches = mini_batches(self._config, catalogue, training=name == "training", replica=self._replica)
         return Reading(split, batches, None)
+
+    def readings(self, control: ControlGroup) -> Splits[Reading]:
+        """Each split of a training, as `reading` returns it."""
+        names: list[SplitName] = ["training", "test"]
+        if self._config.dataset.validation is not None:
+            names.append("validation")
+        return Splits(*(self.reading(control, name) for name in names))
 
     def facts(self) -> DataFacts:
         """What the banner says about the data. Call it only in the process of the first stage."""
         assert self._splits is not None
-        train, test = self._splits
-        facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
-        notes: Notes = ()
+        train, test, validation = self._splits
+        held_out = None if validation is None else validation.catalogue.samples
+        facts = DataFacts(train.catalogue.samples, test.catalogue.samples, held_out)
+        notes = self._unused_validation()
         if isinstance(train, ImageSplit) and isinstance(train.samples.pixels, Files):
             notes += (("images", train.samples.pixels.described()),)
-        not_images = [split.samples.skipped for split in self._splits if isinstance(split, ImageSplit)]
+        not_images = [split.samples.skipped for _, split in self._splits.each() if isinstance(split, ImageSplit)]
         if skipped := sum(not_images, Counter[str]()):
             kinds = ", ".join(f"{count:,} of {ending}" for ending, count in skipped.most_common(4))
             notes += (("skipped", f"{plural(skipped.total(), 'file')}, not read as images: {kinds}"),)
@@ -239,10 +247,28 @@ class Data:
                 notes += (("vocabulary", fewer),)
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
             facts = replace(facts, languages=languages_of(train.pairs.languages))
-            if train.dropped or test.dropped:
-                left_out = f"{train.dropped:,} training and {test.dropped:,} test pairs longer than model.length"
+            left = train.dropped + (validation.dropped if isinstance(validation, PairSplit) else 0)
+            if left or test.dropped:
+                left_out = f"{left:,} training and {test.dropped:,} test pairs longer than model.length"
                 notes += (("left out", left_out),)
         return replace(facts, notes=notes + self.class_notes())
+
+    def _unused_validation(self) -> Notes:
+        """A line of the banner about a folder or a file `val` that is the test set, or that nothing uses."""
+        dataset = self._config.dataset
+        has_own = (IMAGES | TEXTS)[dataset.name].folders and getattr(dataset, "test", None) is None
+        if not has_own or dataset.root is None or dataset.validation == OWN_VALIDATION:
+            return ()
+        for suffix in ("", ".tsv"):
+            if (place := Path(dataset.root, OWN_VALIDATION + suffix)).exists():
+                is_test = split_names(place.parent, suffix=suffix)[-1] == OWN_VALIDATION
+                use = (
+                    "is the test set, as there is no other"
+                    if is_test
+                    else "is not used; dataset.validation=val uses it"
+                )
+                return ((OWN_VALIDATION, f"{place} {use}"),)
+        return ()
 
     def class_notes(self) -> Notes:
         """A line of the banner if nothing tells that the outputs of the weights that training begins with mean the

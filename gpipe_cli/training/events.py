@@ -3,6 +3,8 @@ except `TrainingStopped`, which every process sends."""
 
 from dataclasses import dataclass
 
+from gpipe_cli.data.splits import SplitName
+
 Notes = tuple[tuple[str, str], ...]  # lines of the banner: label, fact
 
 
@@ -12,6 +14,7 @@ class DataFacts:
 
     train_samples: int | None = None  # None if the data was not opened, as in a dry run
     test_samples: int | None = None  # None if the data was not opened
+    validation_samples: int | None = None  # None if there is no validation set
     vocabulary: int | None = None  # number of tokens; None for images
     languages: int | None = None  # number of languages; None except for translation
     unigram_perplexity: float | None = None  # of the test set, by token frequencies alone; None for images
@@ -41,7 +44,7 @@ class GraphsRecorded:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores on the test set, as in `StepDone`, but the loss is the plain cross-entropy in nats."""
+    """Scores on the test or the validation set, as in `StepDone`, but the loss is the plain cross-entropy in nats."""
 
     tokens: int | None
     loss: float
@@ -52,7 +55,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Tested:
-    """The scores on the test set after step `step`."""
+    """The scores on a set after step `step`."""
 
     step: int
     epoch: int
@@ -109,8 +112,10 @@ class StepRecorded:
 
 @dataclass(frozen=True)
 class Evaluated(Tested):
-    """An evaluation during training."""
+    """An evaluation during training; with a validation set, also that of the test set after the last step, with the
+    weights of the best step."""
 
+    split: SplitName
     is_best: bool
     translations: tuple["Translation", ...]  # of some test sentences; () if the task is not translation
 

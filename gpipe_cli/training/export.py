@@ -155,7 +155,7 @@ def evaluate_file(
     """
     data = Data(config, spec, process.number, None, checkpoint)
     control, _ = process.connect()
-    test = data.reading(control, training=False)
+    test = data.reading(control, "test")
     device = torch.device("cpu" if form == "onnx" else spec.layout.devices[0])
     by, logits_of = _program(config, form, file, spec, device)
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)

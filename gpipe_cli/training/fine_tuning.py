@@ -115,7 +115,8 @@ def _taken_facts(match: CheckpointMatch, new: frozenset[str], spec: PipelineSpec
     parts = [layer for layer in layers if layer in taken_layers & new_layers]
     fact = plural(len(taken_layers - new_layers), "layer") + (f" and part of {', '.join(parts)}" if parts else "")
     progress = match.index.progress
-    fact += f" from {match.config.init_from} (best, step {progress.step}"
+    best = "best, " if progress.best_step == progress.step else ""
+    fact += f" from {match.config.init_from} ({best}step {progress.step}"
     fact += f"{', averaged weights' if progress.ema_updates else ''})"
     fresh = [layer for layer in layers if layer in new_layers - taken_layers]
     inside = sorted({name.rpartition(".")[0] for name in new if _layer(name) in parts})

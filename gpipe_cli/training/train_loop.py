@@ -20,6 +20,7 @@ from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig,
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig, to_yaml
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches
+from gpipe_cli.data.splits import SplitName, Splits
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError
@@ -32,7 +33,7 @@ from gpipe_cli.system.accelerator import device_name
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.background_writer import CheckpointWriter
-from gpipe_cli.training.checkpoint.files import Progress, adopt, remove_drafts
+from gpipe_cli.training.checkpoint.files import Progress, adopt, checkpoint_of, remove_drafts
 from gpipe_cli.training.checkpoint.restore import restore
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading, refuse_short_last
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
@@ -76,9 +77,12 @@ def train(
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
     _refuse_other_cuts(control, spec)
-    training, test = (data.reading(control, training=which) for which in (True, False))
+    readings = data.readings(control)
+    training = readings.training
     if only_steps:
-        test.close()  # loading it would take time from the steps
+        for name, reading in readings.each():
+            if name != "training":
+                reading.close()  # loading it would take time from the steps
     refuse_short_last(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
@@ -105,7 +109,7 @@ def train(
         process.report(_ready(engine, data.facts(), notes, progress, compiled, recorded))
     checkpoints = CheckpointWriter(engine, folder, config_yaml, data.classes, process, start)
     process.before_failing.append(checkpoints.settle)
-    Training(engine, process, training, test, milestones, checkpoints, progress, begun_bytes).run()
+    Training(engine, process, readings, milestones, checkpoints, progress, begun_bytes).run()
 
 
 @dataclass
@@ -114,8 +118,7 @@ class Training:
 
     engine: Engine
     process: WorkerProcess
-    training: Reading  # the training set as this process reads it
-    test: Reading
+    readings: Splits[Reading]  # the data as this process reads it
     milestones: Milestones
     checkpoints: CheckpointWriter
     progress: Progress
@@ -130,7 +133,9 @@ class Training:
     def run(self) -> None:
         """Run all steps, with the evaluations and checkpoints that are due after them."""
         begun = self.progress
-        for epoch, position in self.training.batches.stream(begun.epoch, begun.position, self.engine.config.epochs):
+        for epoch, position in self.readings.training.batches.stream(
+            begun.epoch, begun.position, self.engine.config.epochs
+        ):
             self._step(epoch, position)
             step = self.progress.step
             # A step is reported during the next step, so that the host never waits for a GPU; but before an evaluation
@@ -151,7 +156,8 @@ class Training:
     def _step(self, epoch: int, position: int) -> None:
         """Train on a mini-batch, and report the previous step."""
         began = time.perf_counter()
-        config, engine, batches, step = self.engine.config, self.engine, self.training.batches, self.progress.step
+        config, engine, step = self.engine.config, self.engine, self.progress.step
+        batches = self.readings.training.batches
         total_steps = self.milestones.total_steps
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
@@ -160,7 +166,7 @@ class Training:
         full = config.batch_size in (None, batches.size(epoch, position))
         counts = full and not self._counted and step > self._first_step
         self._counted = self._counted or counts
-        mini_batch = MiniBatch(self.training, epoch, position)
+        mini_batch = MiniBatch(self.readings.training, epoch, position)
         # the parent may hear of the first step only
         begun_bytes = self.begun_bytes if counts or step == self._first_step else None
         numbers = compute_gradients(engine, mini_batch, step, begun_bytes, counts=counts)
@@ -188,36 +194,58 @@ class Training:
         # a GPU begins a step when the previous step has ended, however early it was launched
         began, begins = max(step.began, self._freed), max(step.began, self._ended)
         self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
-        self.process.report(_step_done(config, self.training.batches, step, metrics, self._ended - begins))
+        batches = self.readings.training.batches
+        self.process.report(_step_done(config, batches, step, metrics, self._ended - begins))
         self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
-        """Evaluate, with averaged weights if there are any; returns whether the test score is the best so far."""
-        config, engine, progress = self.engine.config, self.engine, self.progress
-        averaged = bool(engine.averages)
-        with engine.evaluating(averages=averaged):
-            totals = evaluate(engine, self.test)
-            examples = tuple(translate(engine, WATCHED, self.test))
-        score = score_of(totals, text=config.text)
-        best = is_best(score, progress)
-        scores = scores_of(config, totals, averaged=averaged)
+        """Evaluate on the validation set, or if there is none on the test set; returns whether the score is the best so
+        far."""
+        progress = self.progress
         step, epoch = progress.step, progress.epoch + 1
-        tested = events.Tested(step, epoch, scores) if math.isfinite(scores.loss) else None
+        score, evaluated = self._scores_of("test" if self.readings.validation is None else "validation", step, epoch)
+        best = is_best(score, progress)
+        tested = events.Tested(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
         self.progress = replace(progress, test=tested)
         if best:
             self.progress = replace(self.progress, best_score=score, best_step=step, best=tested)
         if self.engine.control.leads:
-            self.process.report(events.Evaluated(step, epoch, scores, is_best=best, translations=examples))
+            self.process.report(replace(evaluated, is_best=best))
         return best
 
+    def _scores_of(self, split: SplitName, step: int, epoch: int) -> tuple[float, events.Evaluated]:
+        """The score of a split, greater is better, and its message, with averaged weights if there are any."""
+        config, engine, averaged = self.engine.config, self.engine, bool(self.engine.averages)
+        reading = dict(self.readings.each())[split]
+        with engine.evaluating(averages=averaged):
+            totals = evaluate(engine, reading)
+            examples = tuple(translate(engine, WATCHED, reading))
+        scores = scores_of(config, totals, averaged=averaged)
+        return score_of(totals, text=config.text), events.Evaluated(step, epoch, scores, split, False, examples)
+
     def _finish(self) -> None:
-        """Complete the last checkpoint, and wait for all processes before this process disconnects."""
+        """Complete the last checkpoint, score the test set if it has not chosen the best weights, and wait for all
+        processes before this process disconnects."""
+        ended = self.progress.step >= self.milestones.end_step
         self.checkpoints.close(self.progress.step)
-        if self.progress.step < self.milestones.end_step:
+        if ended and self.readings.validation is not None and not self.milestones.only_steps:
+            self._score_best()
+        if not ended:
             self.process.report(events.TrainingStopped(self.progress.step))
-        self.training.close()
-        self.test.close()
+        for _, reading in self.readings.each():
+            reading.close()
         self.engine.finish()
+
+    def _score_best(self) -> None:
+        """Evaluate the weights that the validation set has chosen on the test set. Raises DamagedError if their
+        checkpoint cannot be read."""
+        step = self.progress.best_step or self.progress.step
+        if step != self.progress.step:
+            restore(self.engine, checkpoint_of(self.checkpoints.folder, step), optimizer=False)
+        epoch = (step - 1) // self.progress.steps_per_epoch + 1
+        _, evaluated = self._scores_of("test", step, epoch)
+        if self.engine.control.leads:
+            self.process.report(evaluated)
 
 
 def evaluate_checkpoint(
@@ -226,7 +254,7 @@ def evaluate_checkpoint(
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
     data = Data(config, spec, process.number, None, checkpoint)
     control, groups = process.connect()
-    test = data.reading(control, training=False)
+    test = data.reading(control, "test")
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if control.leads else events.DataFacts()

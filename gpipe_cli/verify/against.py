@@ -100,7 +100,7 @@ def run(
     data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), None)
     control, groups = process.connect()
     begun_bytes = 0 if is_accelerator(device) else begun_bytes
-    reading = data.reading(control, training=True)
+    reading = data.reading(control, "training")
     samples = reading.batches.size(0, 0)
     refuse_single_samples(config, samples)
     way: _Ours | _Torch | _Whole

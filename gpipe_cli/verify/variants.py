@@ -199,7 +199,7 @@ class _Checking:
         spec = specs[max(specs)]
         data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), source)
         self.control, self._groups = process.connect()
-        self._reading = data.reading(self.control, training=True)
+        self._reading = data.reading(self.control, "training")
         self._classes = data.classes
         self._replica = spec.layout.replica_of(self.control.rank)
         self._layers = [name for names in spec.layer_names for name in names]

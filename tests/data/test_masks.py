@@ -17,7 +17,7 @@ FIRST = torch.tensor([0])
 
 def test_synthetic_masks_are_a_function_of_seed_and_index() -> None:
     def train(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        split, test = opened(
+        split, test, _ = opened(
             "synthetic_masks", image_size=32, num_classes=3, seed=seed, train_samples=6, test_samples=4,
             augmentation=None,
         )  # fmt: skip
@@ -56,7 +56,7 @@ def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> No
     root = folder(tmp_path)
     for name in ("Thumbs.db", "b.heic", "._a.jpg"):
         (root / "train" / "images" / name).write_bytes(b"not read")
-    train, test = opened("image_masks", root, num_classes=2, augmentation=None)
+    train, test, _ = opened("image_masks", root, num_classes=2, augmentation=None)
     assert train.samples.skipped == {".db": 1, ".heic": 1}
     mask = train.targets_of(0, FIRST)[0]
     assert torch.equal(mask, test.targets_of(0, FIRST)[0])
@@ -79,7 +79,7 @@ def test_a_mask_is_turned_as_its_image(tmp_path: Path) -> None:
     upright = np.ascontiguousarray(np.rot90(values))
     for mask, exif in ((values, tag), (upright, None), (upright.astype(np.uint16), None), (upright.astype(bool), None)):
         Image.fromarray(mask).save(root / "train" / "masks" / "a.png", **({} if exif is None else {"exif": exif}))
-        train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
+        train, _, _ = opened("image_masks", root, num_classes=2, augmentation=None)
         assert torch.equal(train.targets_of(0, FIRST)[0], wanted)
 
 
@@ -88,7 +88,7 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     mask = root / "train" / "masks" / "a.png"
     for size, mode, why in (((6, 4), "L", "12 x 8"), ((12, 8), "RGB", "mode RGB"), ((12, 8), "L", "num_classes=2")):
         write_image(mask, size=size, mode=mode)
-        train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
+        train, _, _ = opened("image_masks", root, num_classes=2, augmentation=None)
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
             train.targets_of(0, FIRST)
     Image.fromarray(np.eye(8, 12, dtype=np.uint8) * 255).save(mask)  # all of 255 was left out without a word

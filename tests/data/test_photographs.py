@@ -94,7 +94,7 @@ WRITERS = {
 def open_tiny(name: str, root: Path, **settings: object) -> tuple[ImageSplit, ImageSplit]:
     """Image size 14 for ImageNet, 16 for the others: then no pixel of a tiny image is interpolated."""
     size = 14 if name == "imagenet" else 16
-    return opened(name, root, image_size=size, **{"num_classes": 2, "partial": True, **settings})
+    return opened(name, root, image_size=size, **{"num_classes": 2, "partial": True, **settings})[:2]
 
 
 def refusal(name: str, root: Path, **settings: object) -> str:

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
+from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.text import open_documents, unigram_perplexity
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError
@@ -34,7 +35,7 @@ def test_token_0_is_predicted_and_padding_is_not(tmp_path: Path) -> None:
     place = write_tokenizer(tmp_path / "tokenizer", eos_token="<end>")
     whole = AutoTokenizer.from_pretrained(place)
     dataset = TextConfig("python_docs", vocabulary=len(whole), tokenizer=str(place), cache=str(tmp_path))
-    train, test = open_documents(["!", "!"], ["! !"], dataset, length=2)
+    train, test, _ = open_documents(Splits(("!", "!"), ("! !",)), dataset, length=2)
     assert train.tokens.tolist() == [0, whole.eos_token_id, 0, whole.eos_token_id]
     indices = torch.arange(2)
     assert train.targets_of(0, indices, (2,)).tolist() == [[whole.eos_token_id, 0], [whole.eos_token_id, IGNORED]]

@@ -36,7 +36,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> PairSplit:
     for name, rows in (("train", TRAIN), ("test", TEST)):
         (folder / f"{name}.tsv").write_text("\n".join("\t".join(row) for row in rows))
     dataset = TextConfig("parallel_text", vocabulary=300, root=str(folder), cache=str(folder / "cache"), temperature=1)
-    return open_pairs(*read_parallel_text(folder), dataset, length=60)[1]
+    return open_pairs(read_parallel_text(folder), dataset, length=60).test
 
 
 def test_evenly_spaced_sentences() -> None:

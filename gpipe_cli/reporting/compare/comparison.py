@@ -140,9 +140,10 @@ def _folded(key: str, width: int) -> str:
 
 # Columns of results from left to right.
 _COLUMNS = (
-    "test_top1", "best_top1", "test_perplexity", "best_perplexity", "test_loss", "samples_per_second",
-    "samples_per_second_q1", "samples_per_second_q3", "tokens_per_second", "tokens_per_second_q1",
-    "tokens_per_second_q3", "speed_kind", "speed_up", "efficiency", "step_seconds", "bubble_measured", "bubble_ideal",
+    "test_top1", "best_top1", "validation_top1", "test_perplexity", "best_perplexity", "validation_perplexity",
+    "test_loss", "samples_per_second", "samples_per_second_q1", "samples_per_second_q3", "tokens_per_second",
+    "tokens_per_second_q1", "tokens_per_second_q3", "speed_kind", "speed_up", "efficiency", "step_seconds",
+    "bubble_measured", "bubble_ideal",
     "idle_measured", "bubble_predicted", "step_seconds_predicted", "memory_bytes_fullest", "activation_bytes_fullest",
     "model_flops_per_second", "mfu", "epochs_done", "steps", "seconds", "threads_per_process",
 )  # fmt: skip

@@ -62,6 +62,7 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
                 training += f", stopping after {plural(run.total_steps, 'step')}"
         yield "training", training
         yield "", f"learning rate {_learning_rate(run)}"
+        yield "best", f"chosen on the {'test' if config.dataset.validation is None else 'validation'} set"
     if run.compiled is not None:
         yield "compiled", _compiled(run.compiled)
     if run.graphs is not None:
@@ -107,7 +108,8 @@ def _samples_of_data(run: RunDescription) -> str:
     data, task = run.data, run.config.task
     if not data.train_samples:
         return ""
-    samples = f": {data.train_samples:,} training and {data.test_samples:,} test {words_of(task).sample}s"
+    held_out = "" if data.validation_samples is None else f", {data.validation_samples:,} validation"
+    samples = f": {data.train_samples:,} training{held_out} and {data.test_samples:,} test {words_of(task).sample}s"
     if isinstance(run.config.dataset, ImagesConfig):
         samples += f" of {plural(run.config.dataset.model_classes, 'class')}"
     if task == "language_model":

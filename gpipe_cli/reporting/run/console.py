@@ -97,7 +97,9 @@ class RunConsole:
             self._last_line = time.monotonic()
 
     def evaluated(self, message: Evaluated) -> None:
-        """Shows the line of the epoch, with the test scores."""
+        """Shows the line of the epoch, with the scores. Those of a test set that chooses nothing are in the summary."""
+        if message.split == "test" and self._run.config.dataset.validation is not None:
+            return
         self._turn_to(message.epoch)
         self._line_waits = False
         self._line(test=message)
@@ -130,7 +132,10 @@ class RunConsole:
     def _line(self, share: str = "", test: Evaluated | None = None) -> None:
         if not self._header_shown:
             words = self._words
-            headings = "epoch", "train loss", words.accuracy, *words.scores, words.speed, "lr"
+            scores = list(words.scores)
+            if self._run.config.dataset.validation is not None:
+                scores[0] = "val loss"
+            headings = "epoch", "train loss", words.accuracy, *scores, words.speed, "lr"
             show_line(self.console, self._columns(*headings), "bold")
             self._header_shown = True
         tested = "", "", ""

@@ -96,9 +96,9 @@ class Dashboard:
             self._draw(step, {f"memory_parts/{name}_{part}_gib": size for part, size in parts.items()})
 
     def evaluated(self, message: Evaluated) -> None:
-        """The curves of the test set, and some of its sentences with their translations."""
+        """The curves of the test or the validation set, and some of its sentences with their translations."""
         scores = scores_of(self._run.config.task, message.scores)
-        self._draw(message.step, {f"test/{name}": value for name, value in scores.items()})
+        self._draw(message.step, {f"{message.split}/{name}": value for name, value in scores.items()})
         if message.translations:
             self._text("translations", message.step, _translation_table(message.translations), markdown=True)
         self.flush()

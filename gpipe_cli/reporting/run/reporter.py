@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.config.settings import CONFIG, Task, to_yaml
+from gpipe_cli.config.settings import CONFIG, Task, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.page.page import MOST_STEPS, PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
@@ -194,7 +194,10 @@ class Reporter:
 
     def _evaluated(self, message: Evaluated) -> None:
         test = _tested(self._result.task, message)
-        self._change(test=test, best=test if message.is_best else self._result.best)
+        if message.split == "validation":
+            self._change(validation=test if message.is_best else self._result.validation)
+        else:
+            self._change(test=test, best=test if message.is_best else self._result.best)
         self._console.evaluated(message)
         with self._optional():
             write_run(self._folder, self._measured())
@@ -340,7 +343,7 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
         measured = plan.costs.basis == "timed_layers"
         prediction = Prediction(plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes)
         shares = asdict(plan.breakdown)
-    return RunResult(
+    result = RunResult(
         status="running",
         command="bench" if run.bench else "train",
         task=config.task,
@@ -348,8 +351,6 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
         dataset=config.dataset.name,
         model_parameters=sum(spec.parameters),
         steps=run.first_step,
-        test=_tested(config.task, run.test),
-        best=_tested(config.task, run.best),
         warm_up_steps=run.warm_up_steps,
         model_flops=run.flops.step,
         peak_flops_per_second=run.flops.peak_per_second,
@@ -373,6 +374,7 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
         unigram_perplexity=run.data.unigram_perplexity,
         global_batch_tokens=config.batch_tokens,
     )  # fmt: skip
+    return _with_evaluations(result, config, run.test, run.best)
 
 
 def _starts(folder: Path, run: RunDescription) -> tuple[Start, ...]:
@@ -384,17 +386,23 @@ def _starts(folder: Path, run: RunDescription) -> tuple[Start, ...]:
     return (*earlier, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model)))
 
 
-def complete_result(folder: Path, task: Task, progress: Progress) -> None:
+def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> None:
     """Completes result.json of a run that was killed between its last checkpoint and its end: status and scores."""
     result = run_result_or_none(folder)  # None also if it cannot be read
     if result is None or result.status == "completed":
         return
     with suppress(OSError):
-        write_run(folder, replace(
-            result, status="completed", error=None, epochs=progress.step // progress.steps_per_epoch,
-            steps=progress.step, test=_tested(task, progress.test) or result.test,
-            best=_tested(task, progress.best) or result.best,
-        ))  # fmt: skip
+        epochs = progress.step // progress.steps_per_epoch
+        result = replace(result, status="completed", error=None, epochs=epochs, steps=progress.step)
+        write_run(folder, _with_evaluations(result, config, progress.test, progress.best))
+
+
+def _with_evaluations(result: RunResult, config: TrainConfig, last: Tested | None, best: Tested | None) -> RunResult:
+    """`result` with the evaluations that a checkpoint holds, if any, in place of its own."""
+    last_test, best_test = (_tested(config.task, test) for test in (last, best))
+    if config.dataset.validation is not None:
+        return replace(result, validation=best_test or result.validation)
+    return replace(result, test=last_test or result.test, best=best_test or result.best)
 
 
 def _tested(task: Task, test: Tested | None) -> Evaluation | None:

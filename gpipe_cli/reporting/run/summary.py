@@ -136,13 +136,19 @@ def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str
 
 
 def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
-    test, best = result.test, result.best
+    test, best, validation = result.test, result.best, result.validation
+    if validation is not None:
+        yield "validation", outcome_of_test(result.task, validation)
+        yield "", f"the best, {_when(validation)}"
     if test is not None:
         yield "test", outcome_of_test(result.task, test, result.unigram_perplexity)
-    if best is not None and best != test:
-        yield "best", f"{outcome_of_test(result.task, best)}, after step {best.step:,}, in epoch {best.epoch}"
+    if validation is not None:
+        yield "", "of the weights that the validation set has chosen" if test else "the test set is scored at the end"
+    elif best is not None and best != test:
+        yield "best", outcome_of_test(result.task, best)
+        yield "", f"chosen on the test set, {_when(best)}"
     elif best is not None:
-        yield "", f"best of the run, after step {best.step:,}, in epoch {best.epoch}"
+        yield "", f"the best, chosen on the test set, {_when(best)}"
     if result.samples_per_second_kind is None:
         return
     sample = words_of(result.task).sample
@@ -161,6 +167,10 @@ def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
             steps = f"of the first {plural(result.speed_steps, 'step')}, which are slow"
         yield "speed", f"{', '.join(speed for _, speed in speeds)}, {step} (medians {steps})"
     yield "", speed_kind(result.samples_per_second_kind, result.without_core)
+
+
+def _when(test: Evaluation) -> str:
+    return f"after step {test.step:,}, in epoch {test.epoch}"
 
 
 def speed_kind(kind: str, without_core: float | None = None) -> str:

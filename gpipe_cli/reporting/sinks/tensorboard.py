@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.sinks.sink import Value, all_settings
@@ -56,7 +57,7 @@ class Writer:
                 varied_by(folder, values), [f"final/{measure.final}" for measure in finals(run.config.task)]
             ),
             settings_summary(values),
-            self._summary.custom_scalars(charts(run.config.text, run.prediction is not None)),
+            self._summary.custom_scalars(charts(run.config, predicted=run.prediction is not None)),
         ]
         write_whole(folder / _SETTINGS, event_file(summaries))
 
@@ -133,13 +134,16 @@ def record(event: "Event") -> bytes:
     return file.getvalue()
 
 
-def charts(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
+def charts(config: TrainConfig, *, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     """The layout of the tab Custom Scalars. TensorBoard colours by run, so a chart has one line per run, and related
     values are a band around it. It merges the layouts of all runs by the titles of categories and drops equal charts:
     so charts must not depend on K, and runs on images and on text complement each other."""
-    score, speed = ("perplexity", "tokens_per_second") if text else ("top1", "samples_per_second")
+    score, speed = ("perplexity", "tokens_per_second") if config.text else ("top1", "samples_per_second")
     of_test, trained = MEASURES[f"test_{score}"], MEASURES[f"train_{score}"]
-    runs = {
+    runs = {}
+    if config.dataset.validation is not None:
+        runs[f"{of_test.heading} of the validation set"] = MEASURES[f"validation_{score}"].tag
+    runs |= {
         f"{of_test.heading} of the test set": of_test.tag,
         f"{of_test.heading} in training": trained.tag,
         "loss in training": MEASURES["train_loss"].tag,

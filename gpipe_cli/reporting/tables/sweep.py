@@ -79,8 +79,10 @@ def show_sweep(runs: Sequence[Run]) -> None:
     runs = sorted(runs, key=lambda run: run.number)
     # A sweep over images and text has the columns of both. Text has tokens/s, as its samples differ in length.
     texts = {run.result.text for run in runs if run.result} or {False}
-    measures = chosen("test_top1", "samples_per_second") if False in texts else []
-    measures += chosen("test_perplexity", "tokens_per_second") if True in texts else []
+    measures = chosen("validation_top1", "test_top1", "samples_per_second") if False in texts else []
+    measures += chosen("validation_perplexity", "test_perplexity", "tokens_per_second") if True in texts else []
+    chosen_by = any(run.result.validation for run in runs if run.result)
+    measures = [measure for measure in measures if chosen_by or not measure.key.startswith("validation")]
     cuts = {key: [_cut(run, key) for run in runs] for key in SYMBOLS}
     columns = [Column("run", cells=[str(run.number) for run in runs], number=True)]
     columns += [

@@ -57,7 +57,8 @@ class Progress:
     batch_tokens: Count | None
     steps_per_epoch: Done  # 0: not known before the data is open
     ema_updates: Done
-    best_score: float | None  # on the test set, greater is better: top-1, or for text minus the loss
+    # on the validation set, or if there is none on the test set; greater is better: top-1, or for text minus the loss
+    best_score: float | None
     best_step: Done | None
     # Evaluations are kept here, as the parent may be killed before it has reported them. None also stands for a loss
     # that is not finite.
@@ -97,6 +98,10 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
     return sorted(complete, key=step_of)
 
 
+def checkpoint_of(run_folder: Path, step: int) -> Path:
+    return run_folder / "checkpoints" / folder_name(step)
+
+
 def run_of(checkpoint: Path) -> Path:
     """The folder of the run that wrote the checkpoint."""
     return checkpoint.parent.parent
@@ -114,7 +119,7 @@ def find_checkpoint(
     check: Callable[[Path], object] = lambda checkpoint: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The `last` or the `best` checkpoint; if it is damaged, the newest that is intact, and `warn` gets a line.
+    """The `last` or the `best` checkpoint; if it is damaged or gone, the newest that is intact, and `warn` gets a line.
 
     A checkpoint is damaged if its files are not what was written, or `check` raises DamagedError for it. Raises
     InputError, naming `setting`, if the run has no intact checkpoint, and any other error that `check` raises.
@@ -125,9 +130,13 @@ def find_checkpoint(
             f"{setting}={run_folder}: the run has written no checkpoint (looked in {run_folder / 'checkpoints'}); "
             "it ended before its first one, start it again"
         )
-    if which == "best":
-        best = _best_of(checkpoints)
+    lost = ""  # why the best is not taken
+    if which == "best" and (best := _best_of(checkpoints)) in checkpoints:
         checkpoints.sort(key=lambda checkpoint: checkpoint != best)
+    elif which == "best":
+        lost = f"{run_folder}: no checkpoint is the best, as nothing was evaluated before the last"
+        if best is not None:
+            lost = f"{best}: the best checkpoint is not there any more"
     damaged: list[DamagedError] = []
     for checkpoint in checkpoints:
         try:
@@ -136,8 +145,8 @@ def find_checkpoint(
         except DamagedError as error:
             damaged.append(error)
             continue
-        if damaged:
-            warn(f"warning: {damaged[0]}; {checkpoint.name} is taken, the newest checkpoint that is intact")
+        if lost or damaged:
+            warn(f"warning: {lost or damaged[0]}; {checkpoint.name} is taken, the newest checkpoint that is intact")
         return checkpoint
     raise InputError(f"{setting}={run_folder}: none of its checkpoints is intact: {damaged[0]}; give another run")
 

@@ -162,6 +162,24 @@ def check_restorable(match: CheckpointMatch, model: nn.Sequential, *, optimizer:
     match.refuse_damaged(wanted)
 
 
+# Settings of a data set that say where it is, or how its samples are seen; tokenizers are compared by what they are.
+_MAY_CHANGE = ("root", "cache", "download", "partial", "image_size", "augmentation", "tokenizer")
+
+
+def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
+    """Raises RefusedError if the settings of the data set are not those of the resumed run, `saved`: its position in
+    the data, its targets or its scores would then mean something else."""
+    given, before = asdict(config.dataset), asdict(saved.dataset)
+    for key in ("name", *given):
+        if key in _MAY_CHANGE or given[key] == before.get(key):
+            continue
+        setting = "dataset" if key == "name" else f"dataset.{key}"
+        why = (
+            f"the run that is resumed has {setting}={show(before.get(key))}, on which its position in the data depends"
+        )
+        raise RefusedError(setting, given[key], f"{why}; leave the setting out")
+
+
 def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
     """Raises InputError if the optimizer needs state that the optimizer of the resumed run (`saved`) did not keep."""
     needed, kept = (state_of(run.optimizer, (1,), torch.float32).keys() for run in (config, saved))

@@ -67,7 +67,8 @@ def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and
     lines = file.getvalue().splitlines()
     assert re.search("^interrupted after .*: 12 steps \\(3 whole epochs\\) done$", file.getvalue(), re.MULTILINE)
     assert "test         top-1 98.6 %, top-5 100.0 %, loss 0.0512 (averaged weights)" in lines
-    assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after step 8, in epoch 2" in lines
+    assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights)" in lines
+    assert "             chosen on the test set, after step 8, in epoch 2" in lines
     assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
     assert f"checkpoint   {folder}, after step 8" in lines
     (command,) = (line.removeprefix("resume with  ") for line in lines if line.startswith("resume with"))

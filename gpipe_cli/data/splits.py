@@ -1,0 +1,77 @@
+"""The splits of a data set: training, test and, if asked for, a validation set, which chooses the best weights.
+
+The paper does not say on what its checkpoints were chosen. Chosen on the test set, a score is too high.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.batches import seed_of
+
+SplitName = Literal["training", "test", "validation"]
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Splits(NamedTuple, Generic[T]):
+    """Something of each split of a data set. Without a validation set, the test set chooses the best weights."""
+
+    training: T
+    test: T
+    validation: T | None = None
+
+    def each(self) -> Iterator[tuple[SplitName, T]]:
+        """The splits that there are, with their names in messages."""
+        yield "training", self.training
+        yield "test", self.test
+        if self.validation is not None:
+            yield "validation", self.validation
+
+    def map(self, function: Callable[[T], U]) -> "Splits[U]":
+        return Splits(*(function(part) for _, part in self.each()))
+
+
+def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tensor, Tensor]:
+    """The indices, int64 and ascending, of the samples that stay in a set, and of those that `setting` takes out of it:
+    the `share` of each stratum, as nearly as whole samples allow, but never all of it.
+
+    strata: int64 (n,), the stratum of each sample, such as its class. seed: of the run; another setting draws other
+    samples. Raises RefusedError if no sample is taken.
+    """
+    shuffled = torch.randperm(len(strata), generator=torch.Generator().manual_seed(seed_of(setting, seed)))
+    by_stratum = shuffled[strata[shuffled].argsort(stable=True)]
+    sizes = strata.bincount()
+    rank = torch.arange(len(strata)) - (sizes.cumsum(0) - sizes)[strata[by_stratum]]
+    # rounded so that their sum is rounded only once
+    quotas = (sizes.cumsum(0) * share).round().long().diff(prepend=torch.tensor([0]))
+    taken = torch.zeros(len(strata), dtype=torch.bool)
+    taken[by_stratum] = rank < quotas.minimum((sizes - 1).clamp(min=0))[strata[by_stratum]]
+    if not taken.any():
+        why = f"that is not a single one of {len(strata)} samples"
+        raise RefusedError(setting, share, f"{why}; use a larger share, or {setting}=null")
+    return (~taken).nonzero().flatten(), taken.nonzero().flatten()
+
+
+OWN_VALIDATION = "val"  # of dataset.validation, and the name of the folder or the file
+
+
+def split_names(root: Path, validation: object = None, suffix: str = "") -> list[str]:
+    """The names of the folders, or with `suffix` of the files, in `root` that hold the training, the test and, if
+    `validation` asks for its folder, the validation set. Without `test`, `val` holds the test set.
+
+    Raises RefusedError if there is no validation set, or it would be the test set, too.
+    """
+    has = {name: (root / f"{name}{suffix}").exists() for name in ("test", OWN_VALIDATION)}
+    if validation == OWN_VALIDATION:
+        for name in has:
+            if not has[name]:
+                why = f"'{root / name}{suffix}' is not there, and the test set cannot be the validation set"
+                use = "add it, or use a share of the training set, dataset.validation=0.1"
+                raise RefusedError("dataset.validation", validation, f"{why}; {use}")
+        return ["train", "test", OWN_VALIDATION]
+    return ["train", OWN_VALIDATION if has[OWN_VALIDATION] and not has["test"] else "test"]
