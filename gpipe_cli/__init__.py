@@ -48,8 +48,8 @@ def load(
         run_folder: the folder of a `gpipe train` run, trained with any K, M and devices.
         averaged: True: the moving average of the weights, with which the run was evaluated; False: the weights; None:
             the average, if the run kept one (ema_decay).
-        checkpoint: the best one by the test set, or the last one; if it is damaged, the newest intact one is loaded,
-            with a warning.
+        checkpoint: the best, by the validation set or, if the run had none, by the test set; or the last. If it is
+            damaged or gone, the newest intact one is loaded, with a warning.
 
     Raises InputError, one line, if the folder is not a run or lacks such weights, or if the user's own model
     (model=custom) is not found from the current folder.

@@ -70,7 +70,7 @@ def test_a_search_learns_from_the_runs_before() -> None:
     ended = subprocess.run([sys.executable, "program.py"], env=environment, capture_output=True, text=True, check=True)
     found = re.search(r"\{'momentum': 0\.\d+\} (.*)", ended.stdout)
     assert found is not None
-    assert float(found[1]) == max(read_result(Path(f"outputs/search/{n}"))["test"]["top1"] for n in (0, 1))
+    assert float(found[1]) == max(read_result(Path(f"outputs/search/{n}"))["validation"]["top1"] for n in (0, 1))
 
 
 def test_the_line_for_tab_completion_installs_it() -> None:

@@ -118,13 +118,13 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
     data, steps_per_epoch = events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
         try:
-            found = find_data(replace(config, dataset=replace(config.dataset, download=False)))
+            catalogues = find_data(replace(config, dataset=replace(config.dataset, download=False)))
         except InputError as error:
             data = events.DataFacts(notes=(("not read", one_line(error)),))
         else:
-            batches = mini_batches(config, found.training, training=True)
+            batches = mini_batches(config, catalogues.training, training=True)
             refuse_short_last(config, batches)
-            samples = found.map(lambda catalogue: catalogue.samples)
+            samples = catalogues.map(lambda catalogue: catalogue.samples)
             data, steps_per_epoch = events.DataFacts(*samples), batches.steps_per_epoch
     reporter = run_report(prepared, folder, start)
     reporter.on_message(events.TrainingReady(data, frozen_facts(prepared.spec), 0, steps_per_epoch))

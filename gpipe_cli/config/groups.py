@@ -218,7 +218,7 @@ class Images:
     download: bool = False
     partial: bool = False
     masks: bool = False  # a target is the class of every pixel
-    folders: bool = False  # the splits are folders, of which one may be a validation set
+    folders: bool = False  # the splits are folders, and there may be another, the validation set
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Texts:
     """As `Images`, for text; `read(dataset)` returns the training and the test documents, or `Pairs`."""
 
     pairs: bool = False  # documents are pairs of sentences, for translation
-    folders: bool = False  # the splits are folders or files, of which one may be a validation set
+    folders: bool = False  # the splits are folders or files, and there may be another, the validation set
     root: bool = False
     synthetic: bool = False
     direction: bool = False
@@ -337,7 +337,7 @@ DatasetConfig = ImagesConfig | TextConfig
 
 
 def _check_validation(config: DatasetConfig, *, folders: bool) -> None:
-    """Raises RefusedError for a validation set that a data set has not: only the user's own `folders` may hold one."""
+    """Raises RefusedError for a validation set that a data set has not: only `folders` of the user may hold it."""
     if config.validation == "val" and not folders:
         why = f"dataset={config.name} has none; use a share of the training set, dataset.validation=0.1"
         raise RefusedError("dataset.validation", config.validation, why)

@@ -5,7 +5,7 @@ The GPipe paper has none: they are what a U-Net is trained on.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -56,16 +56,19 @@ class Ellipses:
 
 @dataclass(frozen=True, eq=False)
 class EllipseMasks:
-    """The targets of `count` images with ellipses."""
+    """The targets of images with ellipses."""
 
     images: Ellipses
-    count: int
+    numbers: Tensor  # int64 (n,), of the images
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.numbers)
 
     def __getitem__(self, indices: Tensor) -> Tensor:
-        return torch.stack([self.images.mask(index) for index in indices.tolist()])
+        return torch.stack([self.images.mask(number) for number in self.numbers[indices].tolist()])
+
+    def chosen(self, indices: Tensor) -> "EllipseMasks":
+        return replace(self, numbers=self.numbers[indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +88,10 @@ class MaskFiles:
         """int64 (n, S, S), scaled and cut as the images are. Raises InputError, naming the file, for a damaged mask,
         for another size than its image's, and for other classes."""
         return torch.stack([self._read(index) for index in indices.tolist()])
+
+    def chosen(self, indices: Tensor) -> "MaskFiles":
+        images, masks = (tuple(paths[index] for index in indices.tolist()) for paths in (self.images, self.masks))
+        return replace(self, images=images, masks=masks)
 
     def _read(self, index: int) -> Tensor:
         from torchvision.transforms.v2 import functional as F
@@ -120,7 +127,7 @@ def read_ellipses(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
     def split(name: str, count: int | None) -> Samples:
         assert count, name
         images = Ellipses(seed_of(f"masks {name}", seed), dataset.image_size, colours)
-        return Samples(images, EllipseMasks(images, count), ())
+        return Samples(images, EllipseMasks(images, torch.arange(count)), ())
 
     return Splits(split("train", dataset.train_samples), split("test", dataset.test_samples))
 

@@ -53,12 +53,16 @@ class Pixels(Protocol):
     def __getitem__(self, index: int, /) -> Tensor: ...
 
 
-class Targets(Protocol):
-    """Targets by index, int64: of each image a class, (n,), or a mask of the classes of its pixels, (n, S, S)."""
+class Masks(Protocol):
+    """Targets by index: of each image a mask, the classes of its pixels, int64 (n, S, S)."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Tensor, /) -> Tensor: ...
+
+    def chosen(self, indices: Tensor) -> "Masks":
+        """The masks `indices`, int64 (n,), in that order."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +71,7 @@ class Samples:
     files of each ending were beside them that are neither images nor hidden."""
 
     pixels: Pixels
-    targets: Targets
+    targets: Tensor | Masks  # a Tensor: the class of each image, int64 (n,)
     class_names: tuple[str, ...]
     skipped: Counter[str] = field(default_factory=Counter)
 
@@ -96,22 +100,8 @@ class Samples:
             pixels: Pixels = Files(tuple(self.pixels.paths[place] for place in places))
         else:
             pixels = Subset(self.pixels, places)  # type: ignore[arg-type]  # anything with an index
-        targets = self.targets[indices] if isinstance(self.targets, Tensor) else ChosenTargets(self.targets, indices)
+        targets = self.targets[indices] if isinstance(self.targets, Tensor) else self.targets.chosen(indices)
         return replace(self, pixels=pixels, targets=targets)
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenTargets:
-    """The targets `indices` of others."""
-
-    others: Targets
-    indices: Tensor  # int64 (n,)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, indices: Tensor) -> Tensor:
-        return self.others[self.indices[indices]]
 
 
 @dataclass(frozen=True, eq=False)

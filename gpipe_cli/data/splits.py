@@ -52,7 +52,7 @@ def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tenso
     taken = torch.zeros(len(strata), dtype=torch.bool)
     taken[by_stratum] = rank < quotas.minimum((sizes - 1).clamp(min=0))[strata[by_stratum]]
     if not taken.any():
-        why = f"that is not a single one of {len(strata)} samples"
+        why = f"that is less than one of {len(strata)} samples"
         raise RefusedError(setting, share, f"{why}; use a larger share, or {setting}=null")
     return (~taken).nonzero().flatten(), taken.nonzero().flatten()
 

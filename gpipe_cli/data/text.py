@@ -159,7 +159,7 @@ def open_text(
 
     length: tokens of a window, or at most of a source or a target. seed: chooses the validation set, and the tokens of
     `synthetic_text`; pairs: whether that has pairs. pieces: the vocabulary of an earlier run, as SentencePiece stores
-    it, in place of a new one.
+    it, which is used instead of learning another.
 
     Raises InputError for missing, empty or damaged data, and settings that do not fit it.
     """
