@@ -110,6 +110,8 @@ def step(number: int, text: bool = False, **changes: Any) -> StepDone:
         "cross_entropy": 2.0 - number / 10,
         "top1": 0.25,
         "top5": None if text else 0.75,
+        "epoch_cross_entropy": 2.25 - number / 10,
+        "epoch_top1": 0.375,
         "learning_rate": 0.04,
         "gradient_norm": 1.5,
         "lengths": (),

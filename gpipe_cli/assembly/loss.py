@@ -33,9 +33,12 @@ class Totals:
 
     @property
     def means(self) -> tuple[float, float, float, float]:
-        """Loss, cross-entropy, top-1 and top-5 per element."""
-        n = self.elements
+        """Loss, cross-entropy, top-1 and top-5 per element; 0 where there is none."""
+        n = max(1, self.elements)
         return self.loss / n, self.cross_entropy / n, self.top1 / n, self.top5 / n
+
+
+NO_TOTALS = Totals(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class CrossEntropy:
@@ -43,9 +46,9 @@ class CrossEntropy:
 
     `targets` are the mini-batch's classes (N,), its tokens (N, T), or its masks (N, H, W), with IGNORED where there is
     nothing to predict; logits are (N, C), (N, T, C) or (N, C, H, W). `sizes`: samples of each micro-batch. `elements`:
-    those of the whole mini-batch, if `targets` is only a part of it. `device`: that of the logits. Smoothing is uniform
-    over all classes, as in TensorFlow and torch (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et
-    al.).
+    those of the whole mini-batch, if `targets` is only a part of it; if there is none, loss and gradients are 0.
+    `device`: that of the logits. Smoothing is uniform over all classes, as in TensorFlow and torch (paper v4: 0.1; the
+    auxiliary head's weight of 0.4: TPU code, Real et al.).
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class CrossEntropy:
         device: torch.device | None = None,
     ) -> None:
         self._elements = int((targets != IGNORED).sum())  # counted on the CPU: nothing waits for a GPU
-        self._of_all = elements or self._elements
+        self._of_all = max(1, elements or self._elements)  # 0 / 0 would make all weights NaN
         pieces = to_device(targets, device or targets.device).split(list(sizes))
         self._targets = [piece.clone() for piece in pieces]  # a view would keep the whole mini-batch's alive
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
@@ -88,7 +91,7 @@ class CrossEntropy:
     def begin_totals(self) -> Callable[[], Totals]:
         """Called after the last micro-batch: starts copying the sums to the host; the returned function awaits them."""
         if not self._observed:  # this replica had no sample
-            return lambda: Totals(0, 0.0, 0.0, 0.0, 0.0)
+            return lambda: NO_TOTALS
         elements, of_all = self._elements, self._of_all  # not self, which has targets on a GPU
         losses, plains = zip(*self._observed, strict=True)
         sums = torch.stack((*losses, *plains))

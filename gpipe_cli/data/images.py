@@ -22,10 +22,11 @@ from torch.nn.functional import interpolate, pad
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
-from gpipe_cli.data.masks import read_ellipses, read_masks
+from gpipe_cli.data.masks import NOTHING, read_ellipses, read_masks
 from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
 from gpipe_cli.data.readers import Samples, read_cifar, read_digits, read_image_folder, read_noise
 from gpipe_cli.data.splits import Splits
+from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.units import first_few
 
 _WORDNET_ID = re.compile(r"n[0-9]{8}(?= |$)")
@@ -176,6 +177,7 @@ def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAI
     if isinstance(dataset.validation, float):
         training, validation = splits.training.divided("dataset.validation", dataset.validation, seed)
         splits = Splits(training, splits.test, validation)
+    _check_targets(dataset, splits)
     return splits
 
 
@@ -231,6 +233,18 @@ def same_classes(names: Sequence[str], others: Sequence[str]) -> bool:
 def _key(name: str) -> str:
     """What a class is known by: a WordNet id, whatever words follow it, or else its name."""
     return name[:9] if _WORDNET_ID.match(name) else name
+
+
+def _check_targets(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
+    """Raises RefusedError for a split in which no target is valid. Masks are read up to the first with a class."""
+    for name, samples in splits.each():
+        targets = samples.targets
+        one_by_one = (targets[torch.tensor([index])] for index in range(len(targets)))
+        pieces = [targets] if isinstance(targets, Tensor) else one_by_one
+        if not any(bool((piece != IGNORED).any()) for piece in pieces):
+            key, value = ("dataset", dataset.name) if dataset.root is None else ("dataset.root", dataset.root)
+            why = f"where the {name} images are cut, all pixels of their masks are {NOTHING}, which is nothing to learn"
+            raise RefusedError(key, value, f"{why}; give masks with classes")
 
 
 def centre_share(dataset: ImagesConfig) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line
@@ -94,8 +95,6 @@ class MaskFiles:
         return replace(self, images=images, masks=masks)
 
     def _read(self, index: int) -> Tensor:
-        from torchvision.transforms.v2 import functional as F
-
         path = self.masks[index]
         try:
             with decoded(path) as image:
@@ -110,10 +109,12 @@ class MaskFiles:
             needed = f"{needed_size[0]} x {needed_size[1]} of one whole number"
             why = f"{mask_form}; its image, turned as its EXIF tag says, needs {needed}"
             raise InputError(f"mask '{path}': has {why}; save it so")
-        mask = torch.from_numpy(values)[None]
-        mask = F.resize(mask, [self.image_size], interpolation=F.InterpolationMode.NEAREST)
-        mask = F.center_crop(mask, [self.image_size])[0]
-        mask[mask == NOTHING] = IGNORED
+        # with the bits of torchvision, whose import takes seconds
+        lengths = [int(self.image_size * length / min(size)) for length in values.shape]
+        resized = interpolate(torch.from_numpy(values).float()[None, None], lengths, mode="nearest")[0, 0].long()
+        top, left = (round((length - self.image_size) / 2) for length in lengths)
+        mask = resized[top : top + self.image_size, left : left + self.image_size]
+        mask = mask.masked_fill(mask == NOTHING, IGNORED)
         if (most := int(mask.max())) >= self.classes:
             allowed = f"classes are 0 to {self.classes - 1} (dataset.num_classes={self.classes}), {NOTHING} is nothing"
             raise InputError(f"mask '{path}': has class {most}; {allowed}")

@@ -79,8 +79,8 @@ class TrainingReady:
 
 @dataclass(frozen=True)
 class StepDone:
-    """An optimizer step, sent during the next step. Losses and top-1/top-5 are means over the mini-batch's samples, for
-    text over its tokens."""
+    """An optimizer step, sent during the next step. Losses and top-1/top-5 are means over the mini-batch's elements:
+    samples, pixels with a class, or tokens; 0 if it has none."""
 
     step: int  # steps done, with this step: the first is 1
     epoch: int  # the first is 1
@@ -93,6 +93,8 @@ class StepDone:
     cross_entropy: float  # in nats
     top1: float  # share of correct predictions, 0 to 1
     top5: float | None  # for images with a single class; else None
+    epoch_cross_entropy: float  # mean over the elements of the epoch so far, also of steps before a resume
+    epoch_top1: float  # the same for top1
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, outputs_of, timm_name
-from gpipe_cli.assembly.loss import Totals
+from gpipe_cli.assembly.loss import NO_TOTALS
 from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
 from gpipe_cli.data.images import MEAN, STD, centre_share, find_images
@@ -158,7 +158,7 @@ def evaluate_file(
     test = data.reading(control, "test")
     device = torch.device("cpu" if form == "onnx" else spec.layout.devices[0])
     by, logits_of = _program(config, form, file, spec, device)
-    total = Totals(0, 0.0, 0.0, 0.0, 0.0)
+    total = NO_TOTALS
     for position in range(test.batches.steps_per_epoch):
         sizes = micro_batch_sizes(test.batches.size(0, position), config.micro_batches)
         mini_batch = MiniBatch(test, 0, position)

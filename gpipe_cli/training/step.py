@@ -22,7 +22,7 @@ from operator import attrgetter
 import torch
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS
-from gpipe_cli.assembly.loss import CrossEntropy, Totals
+from gpipe_cli.assembly.loss import NO_TOTALS, CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import Awaited, global_norm
@@ -146,7 +146,7 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
 
 def evaluate(engine: Engine, test: Reading) -> Totals:
     """Sums over the test set, the same in all processes, by forwards in the executor; loss is plain cross entropy."""
-    total = Totals(0, 0.0, 0.0, 0.0, 0.0)
+    total = NO_TOTALS
     schedule_of = partial(forward_only, engine.spec.partitions)
     launched: list[Callable[[], Totals]] = []
     for position in range(test.batches.steps_per_epoch):

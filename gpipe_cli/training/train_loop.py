@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.assembly.learning_rate import learning_rate
-from gpipe_cli.assembly.loss import Totals
+from gpipe_cli.assembly.loss import NO_TOTALS, Totals
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig, to_yaml
 from gpipe_cli.config.typed import RefusedError
@@ -191,11 +191,13 @@ class Training:
         refuse_nonsense(
             config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate
         )
+        before = NO_TOTALS if progress.position == 1 else self.progress.epoch_totals
+        self.progress = replace(self.progress, epoch_totals=before + metrics.totals)
         # a GPU begins a step when the previous step has ended, however early it was launched
         began, begins = max(step.began, self._freed), max(step.began, self._ended)
         self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
-        batches = self.readings.training.batches
-        self.process.report(_step_done(config, batches, step, metrics, self._ended - begins))
+        batches, of_epoch = self.readings.training.batches, self.progress.epoch_totals
+        self.process.report(_step_done(config, batches, step, metrics, of_epoch, self._ended - begins))
         self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
@@ -292,11 +294,17 @@ class _LaunchedStep:
 
 
 def _step_done(
-    config: TrainConfig, batches: MiniBatches, step: _LaunchedStep, metrics: StepMetrics, seconds: float
+    config: TrainConfig,
+    batches: MiniBatches,
+    step: _LaunchedStep,
+    metrics: StepMetrics,
+    of_epoch: Totals,
+    seconds: float,
 ) -> events.StepDone:
-    """The message that reports a step."""
+    """The message that reports a step; `of_epoch`: over the mini-batches of its epoch, up to this one."""
     text = config.text
     loss, cross_entropy, top1, top5 = metrics.totals.means
+    _, epoch_cross_entropy, epoch_top1, _ = of_epoch.means
     progress = step.progress
     epoch, position = progress.epoch, progress.position
     library_bytes = tuple(int(stage.library_bytes) for stage in metrics.stages)
@@ -312,6 +320,8 @@ def _step_done(
         cross_entropy=cross_entropy,
         top1=top1,
         top5=top5 if config.task == "classification" else None,
+        epoch_cross_entropy=epoch_cross_entropy,
+        epoch_top1=epoch_top1,
         learning_rate=step.rate,
         gradient_norm=metrics.gradient_norm,
         memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gpipe_cli.assembly.loss import CrossEntropy, Totals
+from gpipe_cli.assembly.loss import NO_TOTALS, CrossEntropy, Totals
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.pipeline.runtime.boundary import split_all
@@ -90,3 +90,18 @@ def test_pixels_are_elements_wherever_a_mask_is_cut(smoothing: float) -> None:
     totals = objective.totals()
     assert totals.elements == N * 12 - 6
     assert totals.top1 == (logits.argmax(1) == targets).sum()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mini_batch_without_a_valid_target_counts_as_zero(smoothing: float) -> None:
+    """Masks of 255 only: 0 / 0 went into the weights, and the run ended as diverged."""
+    outputs = tuple(torch.randn(N, CLASSES, 4, 3).requires_grad_() for _ in range(2))
+    targets = torch.full((N, 4, 3), IGNORED)
+    objective = CrossEntropy(targets, (N,), label_smoothing=smoothing, auxiliary_weight=0.4)
+    loss = objective.loss(0, outputs)
+    objective.observe(0, outputs, loss.detach())
+    assert loss == 0
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, outputs))
+    totals = objective.totals()
+    assert totals == NO_TOTALS
+    assert totals.means == (0, 0, 0, 0)

@@ -9,6 +9,7 @@ from image_files import opened, write_image
 from PIL import Image
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.masks import MaskFiles
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError
 
@@ -88,9 +89,8 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     mask = root / "train" / "masks" / "a.png"
     for size, mode, why in (((6, 4), "L", "12 x 8"), ((12, 8), "RGB", "mode RGB"), ((12, 8), "L", "num_classes=2")):
         write_image(mask, size=size, mode=mode)
-        train, _, _ = opened("image_masks", root, num_classes=2, augmentation=None)
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
-            train.targets_of(0, FIRST)
+            opened("image_masks", root, num_classes=2, augmentation=None)
     Image.fromarray(np.eye(8, 12, dtype=np.uint8) * 255).save(mask)  # all of 255 was left out without a word
     with pytest.raises(RefusedError, match=r"^dataset\.root=.*0 and 255 only.*1 for the other class"):
         opened("image_masks", root, num_classes=2, augmentation=None)
@@ -104,3 +104,35 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     mask.unlink()
     with pytest.raises(RefusedError, match=r"^dataset\.root=.*no mask for 1 of 1 images \(a, \.\.\.\); add them"):
         opened("image_masks", root, num_classes=2, augmentation=None)
+
+
+def test_a_split_without_a_valid_target_is_refused(tmp_path: Path) -> None:
+    """A training set ended as diverged; a test set in a ZeroDivisionError, after an epoch. Classes that are cut off do
+    not count; one mask is enough."""
+    root = folder(tmp_path)
+    values = np.full((8, 12), 255, dtype=np.uint8)
+    values[:, :2] = 1
+    for split, name in (("train", "training"), ("val", "test")):
+        mask = root / split / "masks" / "a.png"
+        whole = mask.read_bytes()
+        Image.fromarray(values).save(mask)
+        with pytest.raises(RefusedError, match=rf"^dataset\.root=.*the {name} images .*255.*give masks with classes$"):
+            opened("image_masks", root, num_classes=2, augmentation=None)
+        write_image(root / split / "images" / "b.jpg", size=(12, 8))
+        (root / split / "masks" / "b.png").write_bytes(whole)
+    opened("image_masks", root, num_classes=2, augmentation=None)
+
+
+def test_masks_are_scaled_as_torchvision_scales_them(tmp_path: Path) -> None:
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    path, image = tmp_path / "mask.png", tmp_path / "image.png"
+    generator = np.random.default_rng(0)
+    for width, height, side in ((13, 9, 8), (9, 31, 12), (64, 48, 37), (8, 20, 8), (11, 11, 30)):
+        values = generator.integers(0, 256, (height, width), dtype=np.uint8)
+        Image.fromarray(values).save(path)
+        write_image(image, size=(width, height))
+        whole = torch.from_numpy(values.astype(np.int64))[None]
+        scaled = functional.resize(whole, [side], interpolation=functional.InterpolationMode.NEAREST)
+        wanted = functional.center_crop(scaled, [side])[0]
+        found = MaskFiles((str(image),), (str(path),), side, 256)[FIRST][0]
+        assert torch.equal(found, wanted.masked_fill(wanted == 255, IGNORED))

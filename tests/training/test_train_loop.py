@@ -86,9 +86,10 @@ def test_two_processes_make_the_same_run(whole: tuple[Path, list[object]], distr
     assert (test["loss"], test["top1"], test["top5"]) == (scores.loss, scores.top1, scores.top5)
 
 
-def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> None:
+def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two stages that are not neighbours in each of two processes; stopped inside an epoch, and gone on with another
-    cut, other processes and backwards in two halves. The evaluation is the same, too."""
+    cut, other processes and backwards in two halves. The evaluation is the same, too, and so is what is printed of the
+    epoch, which was over the steps since the resume only."""
     one = [*QUICK, "epochs=2", "schedule=1f1b", "partitions=1", "executor=in_process"]
     expected = train_here(configure(*one), tmp_path / "whole")
     whole = final_tensors(tmp_path / "whole")
@@ -97,8 +98,13 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> Non
     assert command("train", *interleaved, "executor=distributed", "max_steps=2", f"run_folder={first}") == 0
     assert [part["process"] for part in read_result(first)["partitions"]] == [0, 1, 0, 1]
     others = ["schedule=zero_bubble", "partitions=3", "stages_per_process=null"]
+    capsys.readouterr()
     assert command("train", f"resume={first}", *others, f"run_folder={second}") == 0
     assert_same_tensors(final_tensors(second), whole)
+    of_first_epoch = of_type(expected, StepDone)[2]
+    printed = f"{of_first_epoch.epoch_cross_entropy:.4f} {100 * of_first_epoch.epoch_top1:.1f} %"
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("1/2 "))
+    assert " ".join(line.split()).startswith(f"1/2 {printed} ")
     scores, result = of_type(expected, Evaluated)[-1].scores, read_result(second)
     assert (result["test"]["loss"], result["test"]["top1"]) == (scores.loss, scores.top1)
     assert (result["steps"], result["resumed_from"]) == (STEPS, str(first))

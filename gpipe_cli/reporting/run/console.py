@@ -1,8 +1,9 @@
 """The progress of a run: a bar in a terminal and, for a training, one permanent line per epoch.
 
 Outside a terminal, there are no bar and no escape codes; long epochs print a line now and then. Training loss and
-accuracy are means over the epoch so far. The loss is the cross-entropy: the minimized loss includes label smoothing and
-the auxiliary head, and is not comparable with the test loss beside it.
+accuracy are means over the elements of the epoch so far, also of its steps before a resume. The loss is the
+cross-entropy: the minimized loss includes label smoothing and the auxiliary head, and is not comparable with the test
+loss beside it.
 """
 
 import time
@@ -38,8 +39,8 @@ class RunConsole:
         self._words = words_of(run.config.task)
         self._line_seconds = line_seconds
         self._bar: Progress | None = None
-        self._epoch = 0  # the epoch that the sums are over
-        self._sums = (0, 0.0, 0.0)  # samples (text: tokens); over them, sums of the loss and of right predictions
+        self._epoch = 0
+        self._means: tuple[float | None, float | None] = None, None  # training loss and accuracy of the epoch so far
         self._speed: float | None = None
         self._learning_rate: float | None = None
         self._line_waits = False  # the epoch has ended, but its evaluation may still come
@@ -78,13 +79,10 @@ class RunConsole:
             self._measured(message, speed)
             return
         self._turn_to(message.epoch)
-        elements = message.tokens if self._words.text else message.samples
-        assert elements is not None, "a step of text without its tokens"
-        counted, losses, right = self._sums
-        self._sums = counted + elements, losses + elements * message.cross_entropy, right + elements * message.top1
+        self._means = message.epoch_cross_entropy, message.epoch_top1
         self._speed, self._learning_rate = speed, message.learning_rate
         self._line_waits = message.position == self._run.steps_per_epoch
-        mean_loss, accuracy = self._means()
+        mean_loss, accuracy = self._shown_means()
         state = f"loss {mean_loss}", f"{self._words.accuracy} {accuracy}", f"{rate(speed)} {self._words.speed}"
         shown = self._show_bar(message.step, *state, f"lr {learning_rate(message.learning_rate)}")
         if not shown and not self._line_waits and self._line_is_due:
@@ -115,7 +113,7 @@ class RunConsole:
         if epoch != self._epoch:
             self._show_waiting()
             self._epoch = epoch
-            self._sums = (0, 0.0, 0.0)
+            self._means = None, None
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], epoch=f"{epoch}/{self._run.config.epochs}")
 
@@ -124,10 +122,9 @@ class RunConsole:
             self._line()
         self._line_waits = False
 
-    def _means(self) -> tuple[str, str]:
-        """Mean loss and accuracy of the epoch so far, over samples (text: tokens) and not over mini-batches."""
-        counted, losses, right = self._sums
-        return (loss(losses / counted), percent(right / counted)) if counted else (loss(None), percent(None))
+    def _shown_means(self) -> tuple[str, str]:
+        mean_loss, accuracy = self._means
+        return loss(mean_loss), percent(accuracy)
 
     def _line(self, share: str = "", test: Evaluated | None = None) -> None:
         if not self._header_shown:
@@ -143,7 +140,9 @@ class RunConsole:
             test_loss, second, third = scores_of(self._run.config.task, test.scores).values()
             tested = loss(test_loss), perplexity(second) if self._words.text else percent(second), percent(third)
         epoch = f"{self._epoch}/{self._run.config.epochs}{share}"
-        line = self._columns(epoch, *self._means(), *tested, rate(self._speed), learning_rate(self._learning_rate))
+        line = self._columns(
+            epoch, *self._shown_means(), *tested, rate(self._speed), learning_rate(self._learning_rate)
+        )
         show_line(self.console, f"{line} best" if test is not None and test.is_best else line)
         self._last_line = time.monotonic()
 

@@ -23,6 +23,7 @@ from typing import Annotated
 import torch
 from safetensors import SafetensorError, safe_open
 
+from gpipe_cli.assembly.loss import NO_TOTALS, Totals
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import NOT_RENAMED, copy_file, put_in_place, read_json, regular_size, sync, write_whole
@@ -64,6 +65,7 @@ class Progress:
     # that is not finite.
     test: Tested | None = None  # the last evaluation
     best: Tested | None = None  # the best evaluation
+    epoch_totals: Totals = NO_TOTALS  # over the mini-batches of this epoch so far; only process 0 keeps them
 
 
 @dataclass(frozen=True)
@@ -372,7 +374,7 @@ def read_index(checkpoint: Path) -> Index:
 
 def _check_index(index: Index, folder: str) -> None:
     """Raises ValueError for values that are each valid but inconsistent with each other."""
-    at = index.progress
+    at, totals = index.progress, index.progress.epoch_totals
     names = [file.name for file in index.files]
     wrong = {
         f"step={at.step}: the folder is {folder}": folder_name(at.step) != folder,
@@ -381,6 +383,9 @@ def _check_index(index: Index, folder: str) -> None:
         ),
         f"best_step={show(at.best_step)}, best_score={show(at.best_score)}: do not go together": (
             (at.best_step is None) != (at.best_score is None) or (at.best_step or 0) > at.step
+        ),
+        f"epoch_totals.top1={totals.top1}: of {totals.elements} elements": (
+            not 0 <= totals.top1 <= totals.top5 <= totals.elements
         ),
         f"ema_updates={at.ema_updates}: there were {at.step} steps": at.ema_updates > at.step,
         "batch_size, batch_tokens: not one of them is null": (at.batch_size is None) == (at.batch_tokens is None),

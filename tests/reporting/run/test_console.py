@@ -19,7 +19,7 @@ def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
     screen.step(step(1), None)
     assert "train loss" not in file.getvalue()
     for number in range(2, 10):
-        screen.step(step(number, samples=320 if number == 2 else 32), 512.0)  # means are over samples
+        screen.step(step(number), 512.0)
         if number == 8:
             screen.evaluated(evaluation(8))
     screen.stop()
@@ -30,8 +30,8 @@ def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
     cells = [match.end() for match in re.finditer(r"\S+( %)?", lines[1].removesuffix(" best"))]
     assert cells[1:] == ends[1:]
     assert [line.split() for line in lines] == [
-        ["1/3", "1.7846", "25.0", "%", "512.0", "0.04"],
-        ["2/3", "1.3500", "25.0", "%", "1.2500", "87.5", "%", "100.0", "%", "512.0", "0.04", "best"],
+        ["1/3", "1.8500", "37.5", "%", "512.0", "0.04"],
+        ["2/3", "1.4500", "37.5", "%", "1.2500", "87.5", "%", "100.0", "%", "512.0", "0.04", "best"],
     ]
 
 
@@ -41,7 +41,7 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
     screen = RunConsole(console, run)
     show_banner(console, run, Path("outputs/run"))
     screen.start()
-    screen.step(step(1, top1=1.0, learning_rate=0.000012345), 12_345.6)
+    screen.step(step(1, learning_rate=0.000012345), 12_345.6)
     for number in range(2, 5):
         screen.step(step(number), 512.0)
     screen.evaluated(evaluation(4))
@@ -50,7 +50,7 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
     assert max(map(len, frames)) <= 80
     bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
     assert "waiting for the first step" in bars[0]
-    state = r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04 .*"
+    state = r"loss 1\.8500 top-1 37\.5 % 512\.0 samples/s lr 0\.04 .*"
     assert re.search(rf"{state}(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.data.cache import cached
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import FolderLock
@@ -35,7 +36,9 @@ def tensors(step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def progress(step: int, best: int | None = None) -> files.Progress:
-    return files.Progress(step, step // 3, step % 3, 7, 8, None, 3, step, None if best is None else 0.5, best)
+    totals = Totals(7, 0.1 + 0.2, 1 / 3, 2.0, 5.0)
+    score = None if best is None else 0.5
+    return files.Progress(step, step // 3, step % 3, 7, 8, None, 3, step, score, best, epoch_totals=totals)
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:

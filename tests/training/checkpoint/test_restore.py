@@ -133,6 +133,10 @@ DAMAGE = {
     "no format": (index_with(format=None), "it has format null, this version of gpipe reads format 2"),
     "a text as a step": (index_with(step="two"), "step=two: must be a whole number"),
     "beyond the epoch": (index_with(position=4, steps_per_epoch=3), "step=2: is not mini-batch 4 of epoch 0, of 3"),
+    "more right than there were": (
+        index_with(epoch_totals={"elements": 8, "loss": 1.0, "cross_entropy": 1.0, "top1": 9.0, "top5": 9.0}),
+        "epoch_totals.top1=9.0: of 8 elements",
+    ),
     "a file elsewhere": (index_with(files=[EVIL]), "files: a name is not that of a stage's file"),
     "a pipe as the index": (pipe("index.json"), "index.json: is not the index of a checkpoint (is not a regular file)"),
     "a pipe as a file": (pipe("stage_0.safetensors"), "stage_0.safetensors: part of the checkpoint cannot be read"),
