@@ -42,14 +42,17 @@ class StepMedians:
         for quantity, value in values.items():
             self._values.setdefault(quantity, array("d")).append(value)
 
-    def counted(self, quantity: str) -> Sequence[float]:
-        """The values that a median is taken over; empty for a quantity that was never added, as tokens/s of images."""
+    def counted(self, quantity: str, last: int = 0) -> Sequence[float]:
+        """The values of the ``last`` steps that count, 0: of all; empty for a quantity that was never added, as
+        tokens/s of images."""
         values = self._values.get(quantity, array("d"))
-        return values[self.warm_up_steps :] or values
+        first = self.warm_up_steps if len(values) > self.warm_up_steps else 0
+        return values[max(first, len(values) - last) if last else first :]
 
     def median(self, quantity: str, last: int = 0) -> float | None:
-        """The median over the ``last`` steps that count, 0: over all; None if there are none."""
-        values = self.counted(quantity)[-last:]
+        """The median over the ``last`` steps that count, 0: over all; None if there are none. It takes time in
+        proportion to ``last``: a step of a long run must not take longer than one of a short run."""
+        values = self.counted(quantity, last)
         return median(values) if values else None
 
     def quartiles(self, quantity: str) -> tuple[float, float] | None:

@@ -1,7 +1,8 @@
 """The recorded step of a run that is shown: the step of median duration. Other steps may have waited for data, disks or
 other programs, and the first steps for memory."""
 
-from bisect import insort
+from array import array
+from statistics import median_low
 
 from gpipe_cli.training.events import StepDone, StepRecorded
 
@@ -17,20 +18,20 @@ class MedianStep:
     """
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []  # durations of all steps, ascending
+        self._seconds = array("d")  # durations of all steps
         self._kept: list[tuple[StepDone, StepRecorded]] = []
         self._every = 1  # a recording is kept once in this many steps
         self.counted = 0  # number of steps added that count
 
     def add(self, done: StepDone, recorded: StepRecorded, *, counts: bool) -> None:
         if counts and not self.counted:
-            self._seconds, self._kept, self._every = [], [], 1
+            self._seconds, self._kept, self._every = array("d"), [], 1
         if not counts and self.counted:
             return
         self.counted += counts
         if len(self._seconds) % self._every == 0:
             self._kept.append((done, recorded))
-        insort(self._seconds, done.seconds)
+        self._seconds.append(done.seconds)
         if len(self._kept) > KEPT:
             self._kept, self._every = self._kept[::2], 2 * self._every
 
@@ -43,5 +44,7 @@ class MedianStep:
     def nearest(self) -> tuple[StepDone, StepRecorded] | None:
         """The kept step nearest to the median duration, with its recording; None before the first step. Of an even
         number of steps, the median is the lower of the two in the middle."""
-        middle = (len(self._seconds) - 1) // 2
-        return min(self._kept, key=lambda step: abs(step[0].seconds - self._seconds[middle]), default=None)
+        if not self._kept:
+            return None
+        middle = median_low(self._seconds)
+        return min(self._kept, key=lambda step: abs(step[0].seconds - middle))

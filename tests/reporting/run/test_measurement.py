@@ -1,3 +1,4 @@
+import tracemalloc
 from dataclasses import astuple
 
 import pytest
@@ -17,8 +18,22 @@ def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_o
     for tokens in (1000, 300, 600):
         medians.add({"tokens": tokens})
     assert (medians.median("tokens"), medians.median("tokens", last=2)) == (600.0, 450.0)
+    assert medians.median("tokens", last=9) == 600.0, "the first one is warm-up"
     assert medians.quartiles("tokens") == (450.0, 800.0)
     assert StepMedians(warm_up_steps=0).median("tokens") is None
+
+
+def test_a_recent_median_costs_the_same_however_long_the_run_is() -> None:
+    """After each step all values were copied: a run of a million steps spent minutes on it."""
+    medians = StepMedians(warm_up_steps=3)
+    for number in range(100_000):
+        medians.add({"tokens": number})
+    tracemalloc.start()
+    try:
+        assert medians.median("tokens", last=20) == 99_989.5
+        assert tracemalloc.get_traced_memory()[1] < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
