@@ -22,6 +22,7 @@ from gpipe_cli.launch.job import Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
+from gpipe_cli.planner.layout import place_stages
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_error, show_text
 from gpipe_cli.reporting.run.reporter import complete_result
@@ -149,17 +150,20 @@ def _train(
 
 
 def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """The configuration with as many partitions per GPU as before on the GPUs left, and a phrase about the change."""
+    """The configuration with as many partitions per GPU as before on the GPUs left, if these are fewer than it used,
+    and a phrase about the change."""
     before = number_of_gpus(config)
     if before == 0:
         return config, ""
+    layout = place_stages(config, before, config.threads, None)  # no torchrun: it itself starts processes again
+    used = len({device for devices in layout.replica_devices for device in devices})
     look_again()
     left = number_of_gpus(config)
-    if left in (0, before):  # 0: the CPU is taken
+    if left == 0 or left >= used:  # 0: the CPU is taken
         return config, ""
     fewer = replace(
         config,
-        partitions=max(1, config.partitions * left // before),
+        partitions=max(1, config.partitions * left // used),
         stages_per_process=None,
         placement=None,
         partition=replace(config.partition, balance=None),

@@ -236,7 +236,7 @@ def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
 
 
 def test_fewer_gpus_have_fewer_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = iter([4, 3, 4, 4, 4, 0])
+    left = iter([4, 3, 4, 4, 4, 0, 8, 7, 8, 7])
     monkeypatch.setattr(training_run, "number_of_gpus", lambda config: next(left))
     config: TrainConfig = configure(*TINY, "partitions=6", "partition.balance=[1,1,1,1,1,2]")
     fewer, why = training_run._with_gpus_left(config)
@@ -244,3 +244,8 @@ def test_fewer_gpus_have_fewer_partitions(monkeypatch: pytest.MonkeyPatch) -> No
     assert "partitions=4" in why
     assert training_run._with_gpus_left(config) == (config, "")
     assert training_run._with_gpus_left(config) == (config, "")
+    # a run of two of eight GPUs became one of a single stage when any of the eight was lost
+    config = configure(*TINY, "partitions=2")
+    assert training_run._with_gpus_left(config) == (config, "")
+    fewer, why = training_run._with_gpus_left(configure(*TINY, "partitions=4", "replicas=2"))
+    assert (fewer.partitions, fewer.replicas, "7 of 8 GPUs" in why) == (3, 2, True)
