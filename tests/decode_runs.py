@@ -20,6 +20,7 @@ from gpipe_cli.data.corpora import Pairs
 from gpipe_cli.data.translation import PairSplit, Sequences
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.translation import Search, decode
@@ -94,10 +95,10 @@ def plan(partitions: int, seed: int) -> tuple[TrainConfig, PipelineSpec]:
     return config, spec_of(config)
 
 
-def engine_of(planned: tuple[TrainConfig, PipelineSpec]) -> Engine:
+def engine_of(planned: tuple[TrainConfig, PipelineSpec], on_action: OnAction = ignore_action) -> Engine:
     """All stages, with the weights they begin with, but larger."""
     config, spec = planned
-    engine = build_engine(config, spec, ControlGroup(0, 1))
+    engine = build_engine(config, spec, ControlGroup(0, 1), on_action=on_action)
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():

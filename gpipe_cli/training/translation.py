@@ -250,8 +250,8 @@ def translate(
     samples, split = test.batches.catalogue.samples, test.split
     length = greatest_lengths(config)[-1]
     assert split is None or isinstance(split, PairSplit)
-    # a mini-batch has as many sentences as a mini-batch of the longest sentences has in training
-    sentences = mini_batch_samples(config, (length,))
+    # a mini-batch has as many hypotheses as a mini-batch of the longest sentences has samples in training
+    sentences = max(1, mini_batch_samples(config, (length,)) // settings.beam)
     search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
     indices = choose(samples, samples if settings.sentences is None else settings.sentences)
     decoded = decode(engine, search, split, indices, lambda done: on_decoded(done, len(indices)))

@@ -1,5 +1,7 @@
 """Scores of translations: those of sacreBLEU, of the right sentences, in the right order."""
 
+from dataclasses import replace
+
 import pytest
 from decode_runs import SOURCES, Case, decode_here, engine_of, plan, tiny_split
 
@@ -75,14 +77,17 @@ def test_scores_are_those_of_the_library() -> None:
     assert 0 < found.chrf_copy < found.chrf < 100
 
 
-def test_sentences_of_the_test_set_are_decoded() -> None:
+def test_sentences_of_the_test_set_are_decoded_in_the_memory_of_the_training() -> None:
     case, split = Case(beam=3, seed=11, length_penalty=2.0, indices=(0, 2, 4, 7, 9)), tiny_split()
     config, spec = plan(case.partitions, case.seed)
-    engine, done = engine_of((config, spec)), []
+    config = replace(config, batch_tokens=5 * 40, micro_batches=1)  # five samples of the greatest length
+    done, rows_of_steps = [], []
+    engine = engine_of((config, spec), lambda action, samples, lengths: rows_of_steps.append(samples))
     test = Reading(split, mini_batches(config, split.catalogue, training=False), None)
     settings = DecodeConfig(case.beam, len(case.indices), case.length_penalty)
     with engine.evaluating(averages=False):
         rows = translate(engine, settings, test, lambda *counts: done.append(counts))
-    assert done == [(5, 5)]
+    assert done == [(count, 5) for count in range(1, 6)]
+    assert max(rows_of_steps) == 3, "a step needs no more memory than one of the training; it had 5 sentences of 3 rows"
     assert rows == shown(split, case.indices, decode_here(case))
     assert [row.source for row in rows] == [SOURCES[index] for index in case.indices]
