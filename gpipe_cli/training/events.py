@@ -213,10 +213,21 @@ class Translation:
 
 
 @dataclass(frozen=True)
+class PairScores:
+    """Scores, 0 to 100, of the sentences of a language pair."""
+
+    pair: str  # `de-en`
+    sentences: int
+    bleu: float
+    chrf: float
+    bleu_signature: str  # names the tokenizer that sacreBLEU recommends for the target language
+
+
+@dataclass(frozen=True)
 class TranslationScores:
     """Scores, 0 to 100, of sentences of the test set that were decoded without teacher forcing."""
 
-    bleu: float
+    bleu: float  # of all sentences as one corpus, each tokenized as those of its pair
     chrf: float
     bleu_copy: float  # BLEU of the sources, taken as translations
     chrf_copy: float  # chrF of the sources
@@ -227,3 +238,4 @@ class TranslationScores:
     bleu_signature: str  # sacreBLEU's description of how `bleu` was computed
     chrf_signature: str  # the same for `chrf`
     examples: tuple[Translation, ...]
+    pairs: tuple[PairScores, ...]

@@ -6,14 +6,16 @@ over every growing hypothesis, and the last stage finds the tokens that may foll
 are not cached: that would be a second way to run a model, and sentences are short. Every process has the same
 hypotheses: the candidates, which only the last stage knows, are gathered once per decoding step.
 
-BLEU is the paper's metric; chrF counts characters and suits names and short sentences better. Both are sacreBLEU's,
-with its signatures, because BLEU scores of different tokenizations cannot be compared. Beside them are the scores of
-the sources taken as translations: between related languages, and for names, these are far from 0.
+BLEU is the paper's metric, which it plots by language; chrF counts characters and suits names and short sentences
+better. Both are sacreBLEU's, with its signatures, because BLEU scores of different tokenizations cannot be compared.
+Each target language has the tokenizer that sacreBLEU recommends for it. Beside the scores are those of the sources
+taken as translations: between related languages, and for names, these are far from 0.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +31,10 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.schedule.named_schedules import forward_only
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.events import Translation, TranslationScores
+from gpipe_cli.training.events import PairScores, Translation, TranslationScores
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics import BLEU
 
 EXAMPLES = 20  # translations shown in a result
 WATCHED = DecodeConfig(1, 8, 0.0)  # eight sentences, greedily, at each evaluation of a training: for people to read
@@ -259,32 +264,60 @@ def translate(
 
 
 def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:
-    """The scores of `translations` (not empty) of a test set of `of` pairs, decoded in `seconds`; sacreBLEU's defaults.
+    """The scores of `translations` (not empty) of a test set of `of` pairs, decoded in `seconds`; sacreBLEU's defaults,
+    with a tokenizer for each target language.
 
     BLEU counts n-grams of up to four words: if no reference has four words, it is 0 whatever the translations.
     """
     from sacrebleu.metrics import BLEU, CHRF
 
-    references = [row.reference for row in translations]
-    bleu, chrf = BLEU(force=True), CHRF()  # force: no warning about lines that look tokenized
+    bleus = {language: _bleu_of(language) for language in {target_language(row.pair) for row in translations}}
+    whole, chrf = BLEU(tokenize="none", force=True), CHRF()
 
-    def score(metric: BLEU | CHRF, texts: list[str]) -> float:
+    def score(metric: BLEU | CHRF, texts: Sequence[str], references: Sequence[str]) -> float:
         return float(metric.corpus_score(texts, [references]).score)
 
+    def tokenized(texts: Sequence[str]) -> list[str]:
+        rows = zip(translations, texts, strict=True)
+        return [bleus[target_language(row.pair)].tokenizer(text.rstrip()) for row, text in rows]
+
+    def of_pair(pair: str) -> PairScores:
+        rows = [row for row in translations if row.pair == pair]
+        texts = [row.translation for row in rows], [row.reference for row in rows]
+        bleu = bleus[target_language(pair)]
+        scores = score(bleu, *texts), score(chrf, *texts)  # before the signature, which counts the references
+        return PairScores(pair, len(rows), *scores, str(bleu.get_signature()))
+
     written, copied = [row.translation for row in translations], [row.source for row in translations]
+    references = [row.reference for row in translations]
+    tokenizers = sorted({bleu.tokenizer.signature() for bleu in bleus.values()})
     return TranslationScores(
-        bleu=score(bleu, written),
-        chrf=score(chrf, written),
-        bleu_copy=score(bleu, copied),
-        chrf_copy=score(chrf, copied),
+        bleu=score(whole, tokenized(written), tokenized(references)),
+        chrf=score(chrf, written, references),
+        bleu_copy=score(whole, tokenized(copied), tokenized(references)),
+        chrf_copy=score(chrf, copied, references),
         sentences=len(translations),
         of=of,
         beam=beam,
         seconds=seconds,
-        bleu_signature=str(bleu.get_signature()),
+        bleu_signature=str(whole.get_signature()).replace("tok:none", f"tok:{','.join(tokenizers)}"),
         chrf_signature=str(chrf.get_signature()),
         examples=tuple(translations[at] for at in choose(len(translations), EXAMPLES)),
+        pairs=tuple(of_pair(pair) for pair in sorted({row.pair for row in translations})),
     )
+
+
+def _bleu_of(language: str) -> "BLEU":
+    """BLEU with the tokenizer that sacreBLEU recommends for a language, such as `zh_Hant`; with characters in place of
+    words for Japanese and Korean if MeCab, which finds their words, is not installed with its dictionary."""
+    from sacrebleu.metrics import BLEU
+
+    try:
+        return BLEU(
+            trg_lang=language.partition("_")[0], force=True
+        )  # force: no warning about lines that look tokenized
+    except (RuntimeError, AssertionError):  # sacreBLEU's, for no MeCab, and for another dictionary
+        return BLEU(tokenize="char", force=True)
 
 
 def shown(split: PairSplit, indices: Sequence[int], decoded: Sequence[Sequence[int]]) -> list[Translation]:

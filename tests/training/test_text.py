@@ -147,6 +147,8 @@ def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(whole:
     if translates:
         assert (found[0]["sentences"], found[0]["of"], found[0]["beam"]) == (12, 30, 4)
         assert found[0]["chrf_copy"] > 0
+        assert sum(pair["sentences"] for pair in found[0]["pairs"]) == 12
+        assert [pair["pair"] for pair in found[0]["pairs"]] == ["de-en", "fr-en"]
         assert len({example["source"] for example in found[0]["examples"]}) == 12
         assert {**found[0], "seconds": 0} == {**found[1], "seconds": 0}
 

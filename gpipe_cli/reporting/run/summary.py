@@ -18,12 +18,13 @@ from gpipe_cli.results.files import write_result
 from gpipe_cli.results.measures import MEASURES, chosen
 from gpipe_cli.results.run import Evaluation, RunResult, StageMemory
 from gpipe_cli.results.tree import to_tree
-from gpipe_cli.training.events import EvaluationDone, TranslationScores
+from gpipe_cli.training.events import EvaluationDone, PairScores, TranslationScores
 from gpipe_cli.units import duration, memory_unit, operations, percent, plural, rounded
 
 EVALUATION = "evaluate.json"
 SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
 EXAMPLES = 5  # translations that the console shows; evaluate.json has all
+PAIRS = 3  # language pairs with the best, and with the worst scores, that the console shows; evaluate.json has all
 
 
 def show_summary(
@@ -128,11 +129,25 @@ def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str
     sentences = f"{translation.sentences:,} of {plural(translation.of, 'sentence')}"
     yield "BLEU", f"{translation.bleu:.1f} (copying the source: {translation.bleu_copy:.1f})"
     yield "chrF", f"{translation.chrf:.1f} (copying the source: {translation.chrf_copy:.1f})"
+    if len(translation.pairs) > 1:
+        yield "BLEU by pair", _by_pair(translation.pairs)
     yield "decoded", f"{sentences}, beam {translation.beam}, {duration(translation.seconds)}"
     for example in translation.examples[:EXAMPLES]:
         yield example.pair, _one_line(example.source)
         yield "  reference", _one_line(example.reference)
         yield "  decoded", _one_line(example.translation)
+
+
+def _by_pair(pairs: Sequence[PairScores]) -> str:
+    """`fr-en 41.2, de-en 38.0, es-en 37.1 ... am-en 2.1, my-en 1.0, km-en 0.4, of 102 pairs`, the best first."""
+    ordered = sorted(pairs, key=lambda pair: (-pair.bleu, -pair.chrf))
+    best, worst = ", ".join(map(_of_pair, ordered[:PAIRS])), ", ".join(map(_of_pair, ordered[-PAIRS:]))
+    few = len(pairs) <= 2 * PAIRS
+    return ", ".join(map(_of_pair, ordered)) if few else f"{best} ... {worst}, of {len(pairs)} pairs"
+
+
+def _of_pair(pair: PairScores) -> str:
+    return f"{pair.pair} {pair.bleu:.1f}"
 
 
 def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
