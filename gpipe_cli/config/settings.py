@@ -558,6 +558,15 @@ def _family(file: Path) -> Any:
     return OmegaConf.load(file)
 
 
+def load_preset(name: str) -> dict[str, Any]:
+    """The settings in `conf/presets/<name>.yaml`, merged over the files that its defaults list; {} if there is none."""
+    file = Path(str(resources.files("gpipe_cli.conf"))) / "presets" / f"{name}.yaml"
+    if not file.is_file():  # a preset of the user's
+        return {}
+    preset = load_yaml(file)
+    return container(OmegaConf.merge(*(load_preset(base) for base in preset.pop("defaults", ())), preset))
+
+
 @cache
 def load_hardware(name: str) -> groups.HardwareConfig:
     """The figures in `conf/hardware/<name>.yaml`."""

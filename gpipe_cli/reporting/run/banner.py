@@ -1,17 +1,20 @@
 """The banner before a run: K, M, the partitions and the ideal bubble, as in the paper (section 2.3), and settings."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
-from gpipe_cli.config.groups import ImagesConfig
+from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, choice_of
+from gpipe_cli.config.settings import TrainConfig, load_preset
+from gpipe_cli.config.typed import show
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.results.files import RESULT
+from gpipe_cli.results.files import RESULT, flattened
 from gpipe_cli.training.events import GraphsRecorded, LayersCompiled
 from gpipe_cli.units import count, percent, plural
 from gpipe_cli.units import learning_rate as shown_rate
@@ -44,7 +47,7 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         tokenizer = getattr(config.dataset, "tokenizer", None)
         yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
     if config.preset is not None:
-        yield "preset", f"{config.preset}: settings that suit this model and data set; yours override them"
+        yield "preset", f"{config.preset}: {' '.join(_of_preset(config))}; yours override it, ~presets removes it"
     replicas = f", R = {spec.layout.replicas} replicas" if spec.layout.replicas > 1 else ""
     yield "pipeline", f"K = {plural(spec.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
@@ -62,6 +65,8 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
                 training += f", stopping after {plural(run.total_steps, 'step')}"
         yield "training", training
         yield "", f"learning rate {_learning_rate(run)}"
+        if run.steps_per_epoch is not None:
+            yield from _cut_off(run, run.steps_per_epoch)
         yield "best", f"chosen on the {'test' if config.dataset.validation is None else 'validation'} set"
     if run.compiled is not None:
         yield "compiled", _compiled(run.compiled)
@@ -73,19 +78,44 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         yield "resumed from", f"{config.resume}, {plural(run.first_step, 'step')} done"
 
 
+def _of_preset(config: TrainConfig) -> Iterator[str]:
+    """The settings of the preset that hold in this run, as they would be typed."""
+    mine = dict(flattened(asdict(config)))
+    for key, value in flattened(load_preset(f"{choice_of(config.model)}_{config.dataset.name}")):
+        if key != "preset" and mine.get(key) == value:
+            yield f"{key}={show(value)}"
+
+
+def _rate(run: RunDescription, step: int) -> str:
+    """The learning rate of step number `step`, counted from 0."""
+    config, epoch_steps = run.config, run.steps_per_epoch or 1
+    total = config.epochs * epoch_steps
+    return shown_rate(learning_rate(config.learning_rate, step, epoch_steps, config.batch_size, total_steps=total))
+
+
 def _learning_rate(run: RunDescription) -> str:
     """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
-    config = run.config
-    epoch_steps = run.steps_per_epoch or 1
-    warm_up = warm_up_steps(config.learning_rate, epoch_steps) if run.steps_per_epoch is not None else 0
-    total = config.epochs * epoch_steps
-
-    def rate(step: int) -> str:
-        return shown_rate(learning_rate(config.learning_rate, step, epoch_steps, config.batch_size, total_steps=total))
-
+    warm_up = 0 if run.steps_per_epoch is None else warm_up_steps(run.config.learning_rate, run.steps_per_epoch)
     if run.first_step >= warm_up:
-        return rate(run.first_step)
-    return f"{rate(warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {rate(run.first_step)}"
+        return _rate(run, run.first_step)
+    first = _rate(run, run.first_step)
+    return f"{_rate(run, warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {first}"
+
+
+def _cut_off(run: RunDescription, epoch_steps: int) -> Iterator[tuple[str, str]]:
+    """Lines about curves over the whole training of which this run has only the beginning."""
+    config, end = run.config, run.total_steps
+    if end < warm_up_steps(config.learning_rate, epoch_steps):
+        yield "", f"the run ends within the warm-up, at a learning rate of {_rate(run, end - 1)}"
+    curves = ["the cosine"] if isinstance(config.learning_rate, CosineLearningRateConfig) else []
+    if isinstance(config.model, AmoebaNetConfig) and config.model.drop_path:
+        curves.append("the rise of drop-path")
+    total = config.epochs * epoch_steps
+    if end < total and curves:
+        share = f"{percent(end / total)} of {' and '.join(curves)} over {plural(config.epochs, 'epoch')}"
+        needed = -(-end // epoch_steps)
+        use = f"; epochs={needed} shortens {'it' if len(curves) == 1 else 'both'}" if needed < config.epochs else ""
+        yield "", f"max_steps={config.max_steps} ends the run at {share}{use}"
 
 
 def _compiled(done: LayersCompiled) -> str:

@@ -1,6 +1,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -53,6 +54,38 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
     state = r"loss 1\.8500 top-1 37\.5 % 512\.0 samples/s lr 0\.04 .*"
     assert re.search(rf"{state}(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+
+
+def banner(*settings: str, **changes: Any) -> list[str]:
+    """The lines of the banner of a run of three epochs of four steps, unless told otherwise."""
+    console, file = log(width=1000)
+    show_banner(console, description(*settings, **changes), Path("outputs/run"))
+    return [line[13:] for line in file.getvalue().splitlines()]
+
+
+def test_a_run_that_max_steps_ends_says_where_on_its_curves() -> None:
+    """A learning rate that was to fall with the cosine over 1,000 epochs did not fall in 400 steps, without a word."""
+    cosine = ["learning_rate=cosine", "learning_rate.warmup_epochs=0"]
+    said = "max_steps=6 ends the run at 50.0 % of the cosine over 3 epochs; epochs=2 shortens it"
+    assert said in banner(*cosine, "max_steps=6")
+    assert not [line for line in banner(*cosine) if "max_steps" in line]
+    drops = "max_steps=9 ends the run at 75.0 % of the rise of drop-path over 3 epochs"
+    assert drops in banner("model.drop_path=0.3", "learning_rate=constant", "max_steps=9")
+    steady = banner("learning_rate=constant", "max_steps=6")
+    assert not [line for line in steady if "ends" in line]
+    short = banner("learning_rate=constant", "learning_rate.peak=0.4", "learning_rate.warmup_epochs=2", "max_steps=4")
+    assert "the run ends within the warm-up, at a learning rate of 0.2" in short
+
+
+def test_a_preset_is_shown_with_what_it_sets() -> None:
+    """`model=transformer_lm dataset=text_files` stopped after 400 steps at width 128, where the model's file has 2048;
+    what is typed is not the preset's."""
+    text = ["model=transformer_lm", "dataset=text_files", "dataset.root=book.txt", "model.heads=8"]  # and epochs=3
+    (line,) = (line for line in banner(*text) if line.startswith("small: "))
+    settings = line.removeprefix("small: ").partition(";")[0].split()
+    assert {"max_steps=400", "model.width=128", "checkpoint.every_epochs=5"} <= {*settings}
+    assert not [setting for setting in settings if setting.startswith(("model.heads", "epochs", "preset"))]
+    assert not [line for line in banner(*text, "~presets") if "small" in line]
 
 
 @pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash", "a\\b=\\"])
