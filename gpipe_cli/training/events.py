@@ -227,7 +227,7 @@ class PairScores:
 class TranslationScores:
     """Scores, 0 to 100, of sentences of the test set that were decoded without teacher forcing."""
 
-    bleu: float  # of all sentences as one corpus, each tokenized as those of its pair
+    bleu: float  # of all sentences as a corpus, each tokenized as those of its pair
     chrf: float
     bleu_copy: float  # BLEU of the sources, taken as translations
     chrf_copy: float  # chrF of the sources

@@ -301,7 +301,7 @@ def _step_done(
     of_epoch: Totals,
     seconds: float,
 ) -> events.StepDone:
-    """The message that reports a step; `of_epoch`: over the mini-batches of its epoch, up to this one."""
+    """The message that reports a step; `of_epoch`: over the mini-batches of its epoch up to this."""
     text = config.text
     loss, cross_entropy, top1, top5 = metrics.totals.means
     _, epoch_cross_entropy, epoch_top1, _ = of_epoch.means

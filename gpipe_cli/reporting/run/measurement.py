@@ -51,7 +51,7 @@ class StepMedians:
 
     def median(self, quantity: str, last: int = 0) -> float | None:
         """The median over the ``last`` steps that count, 0: over all; None if there are none. It takes time in
-        proportion to ``last``: a step of a long run must not take longer than one of a short run."""
+        proportion to ``last``, so that a step costs the same however long the run is."""
         values = self.counted(quantity, last)
         return median(values) if values else None
 
