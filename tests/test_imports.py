@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -96,6 +97,13 @@ def test_parts_import_from_the_levels_below() -> None:
     assert not unplaced
     apart = [(where, module) for where, module in own_imports() if part(where) != part(module)]
     assert not [(where, module) for where, module in apart if LEVEL[part(where)] <= LEVEL[part(module)]]
+
+
+def test_contributing_names_every_folder_of_the_package() -> None:
+    """Three folders of reporting/ were missing."""
+    table = (PACKAGE.parent / "recipes" / "contributing.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)/`", table.partition("| `gpipe_cli/` |")[2])
+    assert {*named} == {path.parent.name for path in FILES.values()} - {"gpipe_cli"}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -4,7 +4,9 @@ Recipes are trained elsewhere: `breakdown` by test_reproduce_command.py, `table1
 `imagenet_amoebanet_b` and `batch_size_260k` by reproduction/.
 """
 
+import re
 from pathlib import Path
+from string import Formatter
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -13,6 +15,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.commands.composing import drop_others, training
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.reporting.reproduced.readme import BEGIN, END
 from gpipe_cli.reproduction.recipe import load, names
 from gpipe_cli.reproduction.runner import FOLDER
 
@@ -58,3 +61,26 @@ def test_the_full_model_has_the_paper_s_size(name: str) -> None:
     config, _ = configure(name, *(setting for setting in run.settings if setting != "dry_run=true"))
     counted = sum(parameter.numel() for parameter in build_model(config).parameters())
     assert counted == pytest.approx(size["parameters"], rel=0.03)
+
+
+def test_the_readme_says_what_the_recipes_say() -> None:
+    """Its results were written with claims and notes that the recipes have worded differently since: `gpipe reproduce
+    all` writes both anew, and takes an hour and a half."""
+    results = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    sections = dict(section.split("\n\n", 1) for section in results.split("\n### ")[1:])
+    claims = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.yaml\) \| ([^|]*) \|", results, re.MULTILINE))
+    recipes = {name: load(name) for name in names()}
+    assert claims == {name: recipe.claim for name, recipe in recipes.items()}
+    for name, section in sections.items():
+        recipe = recipes[name]
+        about, *lines = section.splitlines()
+        assert about == f"{recipe.title}: {recipe.claim}. Source: {recipe.source}."
+        notes = [(note.label, note.text) for note in recipe.experiment.notes]
+        notes += [("paper's", recipe.hardware), ("scaled down", recipe.desk.scaled), ("took", "{time} on {machine}")]
+        written = re.compile("|".join(f"\\* {label}: {_pattern(text)}" for label, text in notes))
+        assert not [line for line in lines if line.startswith("* ") and not written.fullmatch(line)], name
+
+
+def _pattern(template: str) -> str:
+    """A regular expression for what a template with `{key}` is filled to."""
+    return "".join(re.escape(text) + ("" if key is None else ".*") for text, key, _, _ in Formatter().parse(template))

@@ -2,8 +2,8 @@
 
 The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; settings that several
 of them share are in recipes/family/. This module reads their node `recipe`: the source of the paper's numbers, the
-hardware that its scale needs, what is scaled down for two CPU cores (a desk), and the experiment. Each kind of
-experiment has a module of its own in this folder.
+hardware that its scale needs, what is scaled down for two CPU cores (a desk), and the experiment: runs, tables and
+notes (experiment.py, presentation.py). What no command computes is a function of computed.py.
 """
 
 import shlex
