@@ -34,8 +34,9 @@ def fine_tune(engine: Engine, checkpoint: Path | None, classes: Sequence[str] = 
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
     match, new = find_taking(config, engine.model, checkpoint, classes)
+    intact = set[str]()
     for k, stage in engine.stages.items():
-        tensors = stage_tensors(engine.spec, k, checkpoint, ("model", "ema"))
+        tensors = stage_tensors(engine.spec, k, checkpoint, ("model", "ema"), intact)
         values = select(tensors, "model") | select(tensors, "ema")  # only floating-point tensors have averages
         state = stage.module.state_dict()
         with torch.no_grad():

@@ -414,18 +414,25 @@ def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, Head]:
     return by_name
 
 
-def read_tensors(checkpoint: Path, layers: Iterable[str], kinds: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_tensors(
+    checkpoint: Path, layers: Iterable[str], kinds: Iterable[str], intact: set[str] | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of `layers`, of the given kinds (`model`, `optimizer`, `ema`), from whichever files hold them.
 
-    The size and checksum of each file are checked before it is read. Raises DamagedError if a file is damaged.
+    The size and checksum of each file are checked before it is read, also if another process has checked it: it may be
+    on another machine. `intact`: names of files that this process has checked already, and may read without; those
+    checked here are added. Raises DamagedError if a file is damaged.
     """
+    intact = set() if intact is None else intact
     layers, kinds = set(layers), set(kinds)
     tensors: dict[str, torch.Tensor] = {}
     for file in read_index(checkpoint).files:
         names = [name for name in file.tensors if _kind(name) in kinds and _layer(name) in layers]
         if not names:
             continue
-        check_files(checkpoint, [file])
+        if file.name not in intact:
+            check_files(checkpoint, [file])
+            intact.add(file.name)
         path = checkpoint / file.name
         with _reading(path), safe_open(path, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in names}

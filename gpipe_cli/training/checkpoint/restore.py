@@ -196,9 +196,10 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
     Raises DamagedError if it was damaged after it had been checked.
     """
     updates = files.read_index(checkpoint).progress.ema_updates
+    intact = set[str]()
     for k, stage in engine.stages.items():
         kinds = ("model", "optimizer", "ema") if optimizer else ("model", "ema")
-        tensors = stage_tensors(engine.spec, k, checkpoint, kinds)
+        tensors = stage_tensors(engine.spec, k, checkpoint, kinds, intact)
         _copy(stage.module.state_dict(), files.select(tensors, "model"))
         if k in engine.averages:
             average = engine.averages[k]
@@ -209,12 +210,14 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
             load_optimizer_state(engine.optimizers[k], engine.parameters[k], files.select(tensors, "optimizer"))
 
 
-def stage_tensors(spec: PipelineSpec, stage: int, checkpoint: Path, kinds: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a stage, of the given kinds; tied weights under all names that they have there. Raises
-    DamagedError."""
+def stage_tensors(
+    spec: PipelineSpec, stage: int, checkpoint: Path, kinds: Iterable[str], intact: set[str]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a stage, of the given kinds; tied weights under all names that they have there. `intact`, and
+    errors, as of `read_tensors`."""
     layers = set(spec.layer_names[stage])
     first = {tie.layers[0] for tie in spec.ties if layers.intersection(tie.layers)}
-    tensors = files.read_tensors(checkpoint, layers | first, kinds)
+    tensors = files.read_tensors(checkpoint, layers | first, kinds, intact)
     renamed = other_names(spec.ties).items()
     saved_names = {f"{kind}/{name}": f"{kind}/{saved}" for kind in ("model", "ema") for name, saved in renamed}
     return tensors | {name: tensors[saved] for name, saved in saved_names.items() if saved in tensors}

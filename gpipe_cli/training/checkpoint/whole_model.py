@@ -34,20 +34,21 @@ def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
     def warn(line: str) -> None:
         warnings.warn(line, stacklevel=5)
 
-    return whole_model(config, find_checkpoint(folder, which, "run_folder", check, warn))
+    checkpoint = find_checkpoint(folder, which, "run_folder", check, warn)
+    return whole_model(config, checkpoint, intact={file.name for file in read_index(checkpoint).files})
 
 
-def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
+def whole_model(config: TrainConfig, checkpoint: Path, intact: set[str] | None = None) -> nn.Sequential:
     """The layers of a run with the weights of `checkpoint`, on the CPU, in evaluation mode; `config` has its settings.
 
     Batch norm is torch's own: only a stage defers it. If `ema_decay` is not 0, weights and statistics are the moving
-    averages in the checkpoint, if there are any.
+    averages in the checkpoint, if there are any. `intact`: as of `read_tensors`.
 
     Raises DamagedError for a checkpoint that cannot be read. Whether it fits the model is not checked.
     """
     model = new_model(config)
     layers = read_index(checkpoint).layers
-    tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",))
+    tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",), intact)
     # only floating-point tensors have averages
     values = select(tensors, "model") | select(tensors, "ema")
     model.load_state_dict(values | {name: values[saved] for name, saved in other_names(find_ties(model)).items()})

@@ -23,12 +23,15 @@ from training_runs import (
     train_here,
 )
 
+import gpipe_cli
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import read_result
+from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.files import checkpoints_in, find_checkpoint
 from gpipe_cli.training.checkpoint.restore import restore
 from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.fine_tuning import fine_tune
 
 SETTINGS = [*SMALL, "executor=in_process", "epochs=1", "ema_decay=0.9", "max_steps=1"]
 
@@ -61,6 +64,29 @@ def test_a_run_may_begin_to_average_later(tmp_path: Path) -> None:
     assert averages.keys().isdisjoint(final_tensors(tmp_path))
     for name, tensor in averages.items():
         assert torch.equal(tensor, state[name.replace("ema/", "model/", 1)]), name
+
+
+def test_a_process_hashes_each_file_once(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage hashed the files that it reads: four stages of a process hashed a checkpoint of one file four times.
+    `load` hashed all files when it looked for a checkpoint, and again when it read it."""
+    hashed: list[str] = []
+    digest = files._digest
+
+    def watched(path: Path) -> str:
+        hashed.append(path.name)
+        return digest(path)
+
+    monkeypatch.setattr(files, "_digest", watched)
+    every = ["stage_0.safetensors", "stage_1.safetensors"]
+    engine = pipeline_of(configure(*SETTINGS, "partitions=4"))
+    restore(engine, find_checkpoint(two, "last", "run"), optimizer=True)
+    assert sorted(hashed) == sorted(2 * every), "once by the parent, and once by the process of the stages"
+    hashed.clear()
+    fine_tune(pipeline_of(configure(*SETTINGS, "partitions=4", f"init_from={two}")), source(f"init_from={two}"))
+    assert sorted(hashed) == sorted(2 * every)
+    hashed.clear()
+    gpipe_cli.load(str(two))
+    assert sorted(hashed) == every
 
 
 def test_another_optimizer_is_refused(two: Path) -> None:
