@@ -312,10 +312,8 @@ def _bleu_of(language: str) -> "BLEU":
     words for Japanese and Korean if MeCab, which finds their words, is not installed with its dictionary."""
     from sacrebleu.metrics import BLEU
 
-    try:
-        return BLEU(
-            trg_lang=language.partition("_")[0], force=True
-        )  # force: no warning about lines that look tokenized
+    try:  # force: no warning about lines that look tokenized
+        return BLEU(trg_lang=language.partition("_")[0], force=True)
     except (RuntimeError, AssertionError):  # sacreBLEU's, for no MeCab, and for another dictionary
         return BLEU(tokenize="char", force=True)
 

@@ -47,7 +47,8 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         tokenizer = getattr(config.dataset, "tokenizer", None)
         yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
     if config.preset is not None:
-        yield "preset", f"{config.preset}: {' '.join(_of_preset(config))}; yours override it, ~presets removes it"
+        given = " ".join(_of_preset(config)) or "settings that suit this model and data set"
+        yield "preset", f"{config.preset}: {given}; yours override it, ~presets removes it"
     replicas = f", R = {spec.layout.replicas} replicas" if spec.layout.replicas > 1 else ""
     yield "pipeline", f"K = {plural(spec.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
