@@ -65,7 +65,7 @@ def test_the_full_model_has_the_paper_s_size(name: str) -> None:
 
 def test_the_readme_says_what_the_recipes_say() -> None:
     """Its results were written with claims and notes that the recipes have worded differently since: `gpipe reproduce
-    all` writes both anew, and takes an hour and a half."""
+    all` writes both again, and takes an hour and a half."""
     results = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     sections = dict(section.split("\n\n", 1) for section in results.split("\n### ")[1:])
     claims = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.yaml\) \| ([^|]*) \|", results, re.MULTILINE))

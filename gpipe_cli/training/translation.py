@@ -8,8 +8,8 @@ hypotheses: the candidates, which only the last stage knows, are gathered once p
 
 BLEU is the paper's metric, which it plots by language; chrF counts characters and suits names and short sentences
 better. Both are sacreBLEU's, with its signatures, because BLEU scores of different tokenizations cannot be compared.
-Each target language has the tokenizer that sacreBLEU recommends for it. Beside the scores are those of the sources
-taken as translations: between related languages, and for names, these are far from 0.
+Each target language has the tokenizer that sacreBLEU recommends for it. The sources, taken as translations, are
+scored, too: between related languages, and for names, these are far from 0.
 """
 
 import math

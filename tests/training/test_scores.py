@@ -82,7 +82,7 @@ def test_scores_are_those_of_the_library() -> None:
     assert "|tok:13a|" in found.bleu_signature
 
 
-def test_each_language_has_the_tokenizer_of_its_own() -> None:
+def test_each_language_is_tokenized_as_sacrebleu_recommends() -> None:
     """Chinese and Japanese have no blanks between words: the score of all languages was sacreBLEU's for English. An
     empty reference counts as zero words."""
     import sacrebleu
