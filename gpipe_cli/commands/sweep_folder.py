@@ -42,6 +42,7 @@ class SweepFolder:
         """`path`: the folder of a sweep to resume; None for a new sweep."""
         self.command, self.arguments, self.path = command, list(arguments), path
         self.resumes = path is not None
+        self.targets: tuple[str, ...] = ()  # the functions of its runs that who resumes it has named
         self.attempts: dict[tuple[int, int], Attempt] = {}  # the last attempt of each run and round
         self._lock = contextlib.ExitStack()
         self.release = self._lock.close  # unlocks the folder, and removes it if it is empty
@@ -54,6 +55,9 @@ class SweepFolder:
             sweep = cls(saved["command"], [str(argument) for argument in saved["arguments"]], path)
             attempts = [Attempt(**values) for values in saved["runs"]]
             sweep.attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
+            for folder in {Path(attempt.folder) for attempt in attempts if attempt.folder}:
+                if folder.name in ("", "..") or folder != Path(folder.name):
+                    raise TypeError(f"{folder} is no folder in it")
         except (KeyError, TypeError) as error:
             raise InputError(
                 f"{path / SWEEP}: cannot be read as a sweep ({with_type(error)}); begin it again"
@@ -93,7 +97,7 @@ class SweepFolder:
         """
         assert self.path is not None
         folder = self.path / attempt.folder
-        if not attempt.folder or folder.parent != self.path or folder.name == "..":  # sweep.json was edited
+        if not attempt.folder:  # sweep.json was edited
             return
         if not (folder / CONFIG).is_file():  # it never became a run, and the files there are not ours
             with contextlib.suppress(OSError):  # it is not empty, or not there
