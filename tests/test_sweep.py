@@ -207,15 +207,34 @@ def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> N
     (path / "refused" / "notes.txt").touch()
     ours.give_up(Attempt(9, 1, "refused", "refused"))
     ends = {"killed": "running", "stopped": "interrupted", "wrong": "failed", "kept": "interrupted"}
+    ends |= {"noted": "running", "linked": "running"}
+    (tmp_path / "elsewhere").mkdir()
+    (path / "linked").symlink_to(tmp_path / "elsewhere")
     for number, (name, status) in enumerate(ends.items(), start=1):
         (path / name).mkdir(exist_ok=True)
         (path / name / "config.yaml").touch()
         write_result(path / name, {"status": status})
         if name == "kept":
             (path / name / "checkpoints" / "step_00000002").mkdir(parents=True)
+        if name == "noted":
+            (path / name / "notes.txt").touch()
         attempt = Attempt(number, 1, name, name)
         ours.give_up(attempt)
         ours.record(replace(attempt, folder=f"{name}-2"))
     ours.release()
-    assert sorted(file.name for file in path.iterdir()) == ["kept", "refused", SWEEP, "wrong"]
+    assert sorted(file.name for file in path.iterdir()) == ["kept", "linked", "noted", "refused", SWEEP, "wrong"]
     assert (tmp_path / "notes.txt").exists()
+    assert (tmp_path / "elsewhere" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(("name", "kind"), [(SWEEP, "train"), ("bench.csv", "bench")])
+def test_a_sweep_replaces_no_file_of_the_user(
+    name: str, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A link that led nowhere was taken for no file, and removed with the refused runs."""
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / name).symlink_to("mine")
+    settings = [setting for setting in ODD if not setting.startswith("checkpoint")]
+    assert command(kind, *settings, "-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep") == 2
+    assert re.search(r"hydra\.sweep\.dir=.*/sweep: .* lies there already; ", capfd.readouterr().err)
+    assert (tmp_path / "sweep" / name).is_symlink()

@@ -6,6 +6,7 @@ others go on. sweep.json records the runs that have ended, so that a sweep can b
 """
 
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -184,7 +185,7 @@ class Sweep:
             return None
         if before is not None and self.line.command == "train" and before.folder:
             folder = self.path / before.folder
-            if has_checkpoint(folder):
+            if has_checkpoint(folder) and not folder.is_symlink():  # through a link nothing is written
                 run = self._perform(cell, before, folder, goes_on=True)
                 if run.exit_code != BAD_INPUT or self._ended is not None:
                     return run
@@ -321,7 +322,7 @@ def differences(jobs: Sequence[Sequence[str]], same: Collection[str]) -> list[tu
 
 def free_folder(parent: Path, name: str) -> Path:
     """A folder for the run `name` that does not exist yet."""
-    return next(folder for folder in numbered(parent / folder_name(name)) if not folder.exists())
+    return next(folder for folder in numbered(parent / folder_name(name)) if not os.path.lexists(folder))
 
 
 def folder_name(name: str) -> str:

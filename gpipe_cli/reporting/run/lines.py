@@ -19,6 +19,7 @@ from rich.text import Text
 
 from gpipe_cli.config.settings import CONFIG, naming
 from gpipe_cli.config.typed import quoted
+from gpipe_cli.system.files import open_to_append
 from gpipe_cli.system.phase import end_phase
 
 LOG = "log.txt"
@@ -101,7 +102,7 @@ class _Log:
         if not (self._folder / CONFIG).is_file():
             return
         # lines that cannot be written wait for the next call
-        with suppress(OSError), (self._folder / LOG).open("ab", buffering=0) as file:
+        with suppress(OSError), open_to_append(self._folder / LOG) as file:
             while self._waiting:
                 del self._waiting[: file.write(self._waiting)]
 
