@@ -32,6 +32,7 @@ def load(
     *,
     averaged: bool | None = None,
     checkpoint: Literal["best", "last"] = "best",
+    target: str | None = None,
 ) -> "nn.Sequential":
     """Load the trained model of a run as a plain `nn.Sequential` of its layers, on the CPU, in eval mode, in float32.
 
@@ -50,13 +51,16 @@ def load(
             the average, if the run kept one (ema_decay).
         checkpoint: the best, by the validation set or, if the run had none, by the test set; or the last. If it is
             damaged or gone, the newest intact one is loaded, with a warning.
+        target: of a run with model=custom, and required there: the function that returns its layers, such as
+            "mymodel:digits", found from the current folder. What the run's files name is not imported or called, so
+            that a run from elsewhere runs no code: this takes its place.
 
-    Raises InputError, one line, if the folder is not a run or lacks such weights, or if the user's own model
-    (model=custom) is not found from the current folder.
+    Raises InputError, one line, if the folder is not a run or lacks such weights, or if the target is not given, not
+    found, or of another model.
     """
     from gpipe_cli.training.checkpoint.whole_model import load_run
 
-    return load_run(str(run_folder), averaged, checkpoint)
+    return load_run(str(run_folder), averaged, checkpoint, target)
 
 
 def result(run_folder: str | PathLike[str]) -> dict[str, str | int | float | None]:

@@ -126,7 +126,7 @@ def test_a_table_goes_on_where_it_was_interrupted(table: Path, capsys: pytest.Ca
     sweep = read_result(table, "sweep.json")
     sweep["runs"][-1]["exit_code"] = None  # as if the sweep had been killed when the last cell had begun
     write_result(table, sweep, "sweep.json")
-    assert command("bench", f"resume={table}") == 0
+    assert command("bench", f"resume={table}", "model.target=custom_models:told") == 0
     assert capsys.readouterr().out.count("before, skipped") == 5
     assert (table / "bench.json").read_bytes() == before, "the last cell came to the same end again"
     assert read_result(table, "sweep.json")["runs"][-1]["exit_code"] == 2

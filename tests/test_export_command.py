@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.modules.batchnorm import _BatchNorm
-from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import NAMED, TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli import load
 from gpipe_cli.commands.export_run import _ExportReport
@@ -90,13 +90,13 @@ def test_a_model_of_ones_own_has_ones_own_names(tmp_path: Path, capfd: pytest.Ca
     run = tmp_path / "run"
     own = ["model=custom", "model.target=custom_models:small", "model.arguments={width:3}"]
     train_here(configure(*SHORT, *own, "ema_decay=0"), run)
-    assert export(run, "partitions=3") == 0
+    assert export(run, NAMED, "partitions=3") == 0
     assert "the same loss, bit for bit" in capfd.readouterr().out
     custom_models.small(3).load_state_dict(load_file(run / "model.safetensors"))
-    assert export(run, "averages=true", "overwrite=true") == 2
+    assert export(run, NAMED, "averages=true", "overwrite=true") == 2
     assert "averages=true: the run kept no average" in capfd.readouterr().err
     with pytest.raises(InputError, match="averaged=true: the run kept no average"):
-        load(run, averaged=True)
+        load(run, averaged=True, target="custom_models:small")
 
 
 @pytest.mark.parametrize(

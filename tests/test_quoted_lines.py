@@ -67,6 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         assert command("train", *short, "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run") == 0
         assert command("train", *short, *pairs, "run_folder=outputs/my_translation") == 0
+        own = ["model=custom", "model.target=mymodel:digits"]
+        assert command("train", *short, *own, "run_folder=outputs/my_digits") == 0
         sweep = ["-m", "micro_batches=1,2", "dry_run=true", "hydra.sweep.dir=outputs/my_sweep"]
         assert command("train", *short, *sweep) == 0
     for name in ("first", "second", "2026-01-31_12-00-00_amoebanet_digits_K2_M4"):

@@ -177,6 +177,10 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys:
     assert list(cells) == [cell for row in table.rows for cell in row]
     assert "<code>consistency</code> failed: seed=1" in page
     assert not Path("out/README.md").exists()  # it is of all recipes
+    (broken / "notes.txt").write_text("mine")  # and there is no log beside it: no recipe has left this
+    assert command(*asked) == 1
+    assert "consistency failed: out/consistency: has no log.txt" in capsys.readouterr().out
+    assert (broken / "notes.txt").read_text() == "mine"
 
 
 def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:

@@ -22,6 +22,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_page_of_the_user_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """index.html of any folder was replaced."""
+    (tmp_path / "index.html").write_text("<h1>about gpipe</h1>")
+    assert command("site", str(tmp_path), *PLAN) == 2
+    assert f"gpipe site: {tmp_path}/index.html: is not a page of gpipe's" in capfd.readouterr().err
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("index.html", "<h1>about gpipe</h1>")]
+
+
 def test_the_site_is_two_files_of_one_plan(site: Path) -> None:
     assert {file.name for file in site.iterdir()} == {"index.html", "pipeline.html"}
     front = (site / "index.html").read_text(encoding="utf-8")

@@ -132,24 +132,26 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixtu
     (folder,) = tmp_path.glob("*_sweep")
     assert code == 130
     output = capfd.readouterr().out
-    assert f"1 of 3 not run; resume with  gpipe train resume={folder}\n" in output
+    (rest,) = re.findall(r"1 of 3 not run; resume with  gpipe (.*)\n", output)
+    goes_on = rest.split()
+    assert goes_on == ["train", f"resume={folder}", "model.target=custom_models:told"]
     assert not re.search(r"(?m)^(look|change|prove) ", output), "as a single run has them"
     first, held = folder / "micro_batches=1", folder / "micro_batches=2"
     assert read_result(first)["status"] == "completed"
     assert read_result(held)["status"] == "interrupted"
     before = (first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns
     (tmp_path / "go").touch()
-    assert command("train", f"resume={folder}") == 1, "the third run is impossible"
+    assert command(*goes_on) == 1, "the third run is impossible"
     output = capfd.readouterr().out
     assert "run 1 of 3: micro_batches=1: completed before, skipped\n" in output
     assert len(re.findall(r"(?m)^ *[12] +\d +[12] +completed ", output)) == 2, "both are in the table"
-    assert f"\nresume with  gpipe train resume={folder}\n" in output
+    assert f"\nresume with  gpipe {rest}\n" in output
     assert ((first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns) == before
     result = read_result(held)
     assert (result["status"], result["steps"], result["resumed_from"]) == ("completed", 4, str(held))
     begun, gone_on = result["starts"]
     assert begun["command"].startswith("gpipe train -m model=custom ")
-    assert (begun["code"]["model"], gone_on["command"]) == (commit_of(TARGET), f"gpipe train resume={folder}")
+    assert (begun["code"]["model"], gone_on["command"]) == (commit_of(TARGET), f"gpipe {rest}")
 
 
 def sweep(arguments: str) -> Sweep:
@@ -204,16 +206,35 @@ def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> N
     (path / "refused").mkdir()  # there was never a run
     (path / "refused" / "notes.txt").touch()
     ours.give_up(Attempt(9, 1, "refused", "refused"))
-    ends = {"killed": "running", "stopped": "interrupted", "wrong": "failed", "kept": "interrupted", "..": "running"}
+    ends = {"killed": "running", "stopped": "interrupted", "wrong": "failed", "kept": "interrupted"}
+    ends |= {"noted": "running", "linked": "running"}
+    (tmp_path / "elsewhere").mkdir()
+    (path / "linked").symlink_to(tmp_path / "elsewhere")
     for number, (name, status) in enumerate(ends.items(), start=1):
         (path / name).mkdir(exist_ok=True)
         (path / name / "config.yaml").touch()
         write_result(path / name, {"status": status})
         if name == "kept":
             (path / name / "checkpoints" / "step_00000002").mkdir(parents=True)
+        if name == "noted":
+            (path / name / "notes.txt").touch()
         attempt = Attempt(number, 1, name, name)
         ours.give_up(attempt)
         ours.record(replace(attempt, folder=f"{name}-2"))
     ours.release()
-    assert sorted(file.name for file in path.iterdir()) == ["kept", "refused", SWEEP, "wrong"]
+    assert sorted(file.name for file in path.iterdir()) == ["kept", "linked", "noted", "refused", SWEEP, "wrong"]
     assert (tmp_path / "notes.txt").exists()
+    assert (tmp_path / "elsewhere" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(("name", "kind"), [(SWEEP, "train"), ("bench.csv", "bench")])
+def test_a_sweep_replaces_no_file_of_the_user(
+    name: str, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A link that led nowhere was taken for no file, and removed with the refused runs."""
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / name).symlink_to("mine")
+    settings = [setting for setting in ODD if not setting.startswith("checkpoint")]
+    assert command(kind, *settings, "-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep") == 2
+    assert re.search(r"hydra\.sweep\.dir=.*/sweep: .* lies there already; ", capfd.readouterr().err)
+    assert (tmp_path / "sweep" / name).is_symlink()

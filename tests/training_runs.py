@@ -41,7 +41,8 @@ TINY = [
 ]  # fmt: skip
 # The same with eight layers of a user's own, which have batch norm and dropout, for all that is not about AmoebaNet:
 # shapes are traced in a tenth of the time, and steps take a sixth.
-SMALL = [*TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false"]
+NAMED = "model.target=custom_models:small"  # again, where a run with it is resumed or evaluated
+SMALL = [*TINY[2:], "model=custom", NAMED, "check_layers=false"]
 # everything that has a state or draws random numbers
 LIVELY_SMALL = [
     "ema_decay=0.9",

@@ -60,6 +60,7 @@ class CommandLine:
     typed: tuple[str, ...]  # the settings among the arguments
     parsed: tuple[Override, ...]  # `typed`, as Hydra parses it
     overrides: Mapping[str, object]  # key or group, without + -> its value; if it is swept, the text of its values
+    of_file: bool = False  # whether it was read from a file, which may come from elsewhere
 
     @property
     def swept(self) -> frozenset[str]:

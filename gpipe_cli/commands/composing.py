@@ -39,10 +39,13 @@ from gpipe_cli.config.settings import (
     OWNERS,
     TrainConfig,
     from_tree,
+    from_values,
     key_of,
     load_yaml,
     owner,
+    plain_values,
     replaced_batch,
+    resolved,
 )
 from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
@@ -202,7 +205,10 @@ class Trees:
 def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
     """What Hydra composes for these choices. Raises InputError."""
     try:
-        search_path = _search_path(line, _check_files(line, chosen))
+        primary = _check_files(line, chosen)
+        if line.of_file:
+            _check_search_path(primary, chosen)
+        search_path = _search_path(line, primary)
         kept = [choice for choice in chosen if not search_path or key_of(choice) != "hydra.searchpath"]
         with warnings.catch_warnings(), _initialized(line):
             warnings.simplefilter("error", UserWarning)  # of a missing entry in hydra.searchpath
@@ -253,6 +259,17 @@ def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
         return []
     others += [entry for entry in given or [] if str(Path(entry).absolute()) not in others]
     return [f"hydra.searchpath=[{','.join(map(quoted, others))}]"]
+
+
+def _check_search_path(primary: DictConfig | None, chosen: Sequence[str]) -> None:
+    """Raises InputError for a search path that is no folder, but a package: to look for files in it imports it."""
+    entries = [choice.partition("=")[2] for choice in chosen if key_of(choice) == "hydra.searchpath"]
+    if primary is not None and (given := OmegaConf.select(primary, "hydra.searchpath")) is not None:
+        entries += map(str, given)
+    for entry in entries:
+        if "://" in entry:
+            why = "code that a file names is not imported; give the folder of the package, and begin the sweep again"
+            raise InputError(f"hydra.searchpath={entry}: {why}")
 
 
 def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
@@ -321,23 +338,28 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
     A group given as the choice that the run already has keeps the run's settings. Raises InputError, as `from_tree`.
     """
-    base = OmegaConf.create(asdict(saved))
+    values = plain_values(OmegaConf.create(asdict(saved)))
     if (partitions := given.get("partitions", saved.partitions)) != saved.partitions:
-        OmegaConf.update(base, "partition.balance", None)  # the balance is for another number of partitions
+        values["partition"]["balance"] = None  # the balance is for another number of partitions
         if saved.placement not in PLACEMENTS:
-            OmegaConf.update(base, "placement", None)
+            values["placement"] = None
         if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
-            OmegaConf.update(base, "stages_per_process", None)  # the model has fewer stages than that
+            values["stages_per_process"] = None  # the model has fewer stages than that
     if (replaced := replaced_batch(given)) is not None:
-        OmegaConf.update(base, replaced, None)
+        values[replaced] = None
     if given.get("partition.balance") is not None:
-        OmegaConf.update(base, "partition.method", "exact")  # the given balance replaces the run's method
+        values["partition"]["method"] = "exact"  # the given balance replaces the run's method
     if given.get("partition.method", "exact") != "exact":
-        OmegaConf.update(base, "partition.balance", None)
-    for key, value in given.items():
-        if not (isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name")):
-            OmegaConf.update(base, key, value, merge=False, force_add=True)
-    return from_tree(TrainConfig, base)
+        values["partition"]["balance"] = None
+    for key, setting in given.items():
+        *above, name = key.split(".")
+        group, value = values, resolved(setting)
+        for part in above:
+            group[part] = group[part] if isinstance(group.get(part), dict) else {}
+            group = group[part]
+        if key not in GROUPS or value["name"] != group[name]["name"]:
+            group[name] = value
+    return from_values(TrainConfig, values)
 
 
 def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> None:

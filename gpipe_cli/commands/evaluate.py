@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import compose, with_given
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.groups import choice_of
+from gpipe_cli.config.groups import TARGET, choice_of
 from gpipe_cli.config.settings import EvaluateSettings, ExportSettings, TrainConfig, container, find_run, load
 from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
@@ -22,7 +22,7 @@ from gpipe_cli.system.interrupts import import_apart
 OF_THE_RUN = (
     "partitions", "micro_batches", "batch_size", "batch_tokens", "executor", "stages_per_process", "device",
     "precision", "deterministic", "memory_format", "threads", "data_workers", "timeout_seconds", "partition.balance",
-    "dataset.root",
+    "dataset.root", TARGET,
 )  # fmt: skip
 KEYS = (*settings_of(EvaluateSettings), *OF_THE_RUN)
 Settings = TypeVar("Settings", EvaluateSettings, ExportSettings)
@@ -56,7 +56,7 @@ def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfi
     for key, value in given.items():
         if key not in OF_THE_RUN:
             raise unknown(key, value, (*settings_of(kind), *OF_THE_RUN))
-    saved = load(find_run("run", settings.run, settings.output))
+    saved = load(find_run("run", settings.run, settings.output), given.get(TARGET))
     replaced = {key: value for key, value in given.items() if value is not None or key == "stages_per_process"}
     # nothing is trained, and the file of a schedule or a placement may be gone, or for another K
     replaced |= {"schedule": "1f1b", "placement": None}

@@ -1,9 +1,9 @@
 """The folders that commands write to: created if need be, locked while the command runs, and never left empty."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 
@@ -11,10 +11,15 @@ from gpipe_cli.config.settings import CONFIG, TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
+from gpipe_cli.reporting.page.page import PAGE
+from gpipe_cli.reporting.plots.chrome_trace import TRACE
+from gpipe_cli.reporting.run.lines import LOG
+from gpipe_cli.results.files import RESULT
+from gpipe_cli.system.files import FolderInUseError, FolderLock, contents, remove_partial_files
 
 # files that a run writes before its configuration
 _BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "tokenizer", "failure.txt"}
+_AFTER_CONFIG = (CONFIG, RESULT, LOG, PAGE, TRACE, "timeline.png", "metrics.csv", "loggers.json", "*tfevents*", "wandb")
 ENDING_SECONDS = 6.0  # from the kill of a run, or of its sweep, until the run has ended at the latest
 
 
@@ -29,7 +34,9 @@ def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False, is
     that already exists."""
     if not file.parent.is_dir():
         raise RefusedError(key, file, f"there is no folder {file.parent}; make it, or give another")
-    if os.path.lexists(file) and not (overwrite and (file.is_dir() if is_folder else file.is_file())):
+    if file.is_symlink():
+        raise RefusedError(key, file, "is a link, and nothing is written through it; give what it leads to")
+    if file.exists() and not (overwrite and (file.is_dir() if is_folder else file.is_file())):
         raise RefusedError(key, file, f"it is there already; give {taken}")
 
 
@@ -56,7 +63,8 @@ def new_run(config: TrainConfig, started: datetime, auto: Sequence[str] = (), wh
 def run_folder(
     config: TrainConfig, started: datetime, auto: Sequence[str] = (), what: str = "", *, again: bool = False
 ) -> Iterator[Path]:
-    """The folder of a run, `config.run_folder` or a `new_run`, locked inside the context and removed after it if empty.
+    """The folder of a run, `config.run_folder` or a `new_run`, locked inside the context and removed after it if it was
+    made here and is empty.
 
     `auto`: settings that will be chosen later; `what`: "" for a training; `again`: `run_folder` may hold an earlier
     start of this run, which may still be ending.
@@ -74,13 +82,17 @@ def run_folder(
     with locked_folder(chosen, setting, new=config.run_folder is None, patience_seconds=patience) as folder:
         if not goes_on:
             _refuse_content(folder, again=again)
+        for name in ("checkpoints", "tokenizer"):
+            if (folder / name).is_symlink():
+                use = "move what it leads to in its place, or let the whole folder be a link"
+                raise InputError(f"{setting}: {folder / name} is a link, and nothing is written through it; {use}")
         remove_partial_files(folder)
         yield folder
 
 
 def _refuse_content(folder: Path, *, again: bool) -> None:
     """Raises InputError for a folder that is not empty; with `again` it may hold an earlier start of the run."""
-    names = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
+    names = contents(folder)
     is_run = CONFIG in names or names <= _BEFORE_CONFIG
     if names and not (again and is_run):
         what, go_on = ("", f", or go on with that run by resume={folder}") if is_run else (" and holds no run", "")
@@ -88,27 +100,51 @@ def _refuse_content(folder: Path, *, again: bool) -> None:
         raise InputError(f"run_folder={folder}: the folder is not empty{what}; {use}")
 
 
+def holds_run_only(folder: Path) -> bool:
+    """Whether all that is in a run's folder was written by the run; not if the folder is a link."""
+    patterns = (*_BEFORE_CONFIG, *_AFTER_CONFIG)
+    ours = all(any(fnmatch(name, pattern) for pattern in patterns) for name in contents(folder))
+    return ours and not folder.is_symlink()
+
+
 @contextmanager
 def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: float = 0.0) -> Iterator[Path]:
     """The folder `chosen`, created if need be (if it must be `new` but exists, `numbered` beside it), and locked.
 
-    Afterwards it is removed if it is empty, with the folders above that were created for it. Errors begin with
-    `setting`; `patience_seconds`: how long to wait for a command that may be ending. Raises InputError if the folder
-    cannot be created, or another process is at work there.
+    Afterwards it is removed if it was created here and is empty, with the folders above that were created for it.
+    Errors begin with `setting`; `patience_seconds`: how long to wait for a command that may be ending. Raises
+    InputError if the folder cannot be created, or another process is at work there.
     """
-    above = [parent for parent in chosen.parents if not parent.exists()]  # innermost first
+    created = list[Path]()  # outermost first
     try:
-        folder = make_new(chosen) if new else chosen
-        folder.mkdir(parents=True, exist_ok=True)
+        _create(chosen.parent if new else chosen, created)
+        folder = chosen
+        if new:
+            folder = make_new(chosen)
+            created.append(folder)
         lock = FolderLock(folder, patience_seconds)
     except FolderInUseError as error:
         raise InputError(f"{setting}: {error}; wait for its end, or choose another folder") from error
     except OSError as error:
         raise InputError(f"{setting}: no folder can be made there ({error.strerror}); choose another") from error
-    try:
-        yield folder
+    else:
+        try:
+            yield folder
+        finally:
+            lock.release()
     finally:
-        lock.release()
-        for created in (folder, *above):
+        for path in reversed(created):
             with suppress(OSError):  # it is not empty
-                created.rmdir()
+                path.rmdir()
+
+
+def _create(folder: Path, created: list[Path]) -> None:
+    """Create a folder, and those above it that are missing; those that this has made are added to `created`."""
+    for path in reversed([folder, *folder.parents]):
+        try:
+            if not path.is_dir():
+                path.mkdir()
+                created.append(path)
+        except FileExistsError:  # somebody else has made it meanwhile
+            if not path.is_dir():
+                raise

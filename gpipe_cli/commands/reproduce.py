@@ -32,7 +32,7 @@ from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, load, names
 from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, last_wins
 from gpipe_cli.results.files import read_result, write_result
-from gpipe_cli.system.files import LOCK, read_text, write_whole
+from gpipe_cli.system.files import contents, read_text, write_whole
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.units import duration
 
@@ -142,8 +142,8 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
             show_line(console, f"failed: {error}", "bold red")
             return 1
         except InputError as error:
-            if {path.name for path in folder.rglob("*") if path.is_file()} <= {LOG, LOCK}:
-                shutil.rmtree(folder)  # no command has written anything
+            if contents(folder) <= {LOG}:
+                (folder / LOG).unlink(missing_ok=True)  # no command has written anything else
                 raise
             raise InputError(f"{error}; what was run before is in {folder}") from error
         try:
@@ -187,9 +187,8 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
             so_far = f"; {duration(time.monotonic() - begin)} used" if took else ""
             show_line(console, "")
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
-            shutil.rmtree(below, ignore_errors=True)  # remains of an interrupted or failed run
-            below.mkdir()
             try:
+                _make_again(below)
                 reproduction = machine.reproduce(recipe, whole, given, below)
                 write_reproduction(reproduction, below)
                 took += reproduction.seconds
@@ -210,13 +209,23 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
     return 1 if failed else 0
 
 
+def _make_again(folder: Path) -> None:
+    """Make the folder of a recipe, in place of what an interrupted or failed run of it has left: its log is the first
+    file there. Raises InputError for anything else."""
+    has_files = any(not path.is_dir() for path in folder.rglob("*"))
+    if folder.is_symlink() or (has_files and not (folder / LOG).is_file()):
+        raise InputError(f"{folder}: has no {LOG}, so it is not what a recipe has left there; move it away")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
 def _is_done(folder: Path) -> bool:
     return (folder / f"{REPRODUCTION}.json").is_file()
 
 
 def _refuse_others(folder: Path, asked_for: dict[str, Any]) -> None:
     """Raises InputError for a folder that holds something else, or recipes with another scale or other settings."""
-    if {path.name for path in folder.iterdir()} <= {LOCK}:
+    if not contents(folder):
         return
     if not (folder / ASKED).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")

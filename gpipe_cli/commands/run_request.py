@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load
+from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load, target_of
 from gpipe_cli.reporting.sinks.sink import refuse_missing
 
 
@@ -26,4 +26,4 @@ class RunRequest:
         """A request to resume the run in `folder`, with the run's own settings except those in OF_INVOCATION. Raises
         InputError if they cannot be read."""
         changed = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
-        return replace(self, config=replace(load(folder), **changed), auto=()).into(folder)
+        return replace(self, config=replace(load(folder, target_of(self.config)), **changed), auto=()).into(folder)

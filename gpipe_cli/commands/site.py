@@ -1,8 +1,10 @@
 """`gpipe site FOLDER`: writes a static site that teaches pipelining, with a plan to explore."""
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from gpipe_cli.config.groups import model_name
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import show_line, show_text
+from gpipe_cli.system.files import read_text
 from gpipe_cli.system.interrupts import import_apart
 
 HELP = """\
@@ -73,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
         from gpipe_cli.reporting.page.page import PAGE, write_page
         from gpipe_cli.reporting.site.site import FRONT, write_front
 
+        for file in (folder / FRONT, folder / PAGE):
+            _check_ours(file)
         console = Console()
         prepared = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
         title = f"{model_name(prepared.config.model)} on {prepared.config.dataset.name}"
@@ -86,3 +91,14 @@ def main(arguments: Sequence[str]) -> int:
         show_line(console, f"written      {folder / FRONT} and {folder / PAGE}")
         show_line(console, f"open         {(folder / FRONT).resolve().as_uri()}")
     return 0
+
+
+def _check_ours(file: Path) -> None:
+    """Raises InputError for a page that no earlier `gpipe site` has written."""
+    if not os.path.lexists(file):
+        return
+    text = ""
+    with suppress(OSError):
+        text = "" if file.is_symlink() else read_text(file)
+    if "gpipe" not in text or 'id="lanes"' not in text:
+        raise InputError(f"{file}: is not a page of gpipe's, and would be replaced; give another folder, or move it")

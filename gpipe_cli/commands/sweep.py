@@ -6,6 +6,7 @@ others go on. sweep.json records the runs that have ended, so that a sweep can b
 """
 
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,12 +24,21 @@ from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
-from gpipe_cli.config.settings import ONE_DEVICE, has_checkpoint, key_of, one_device
+from gpipe_cli.config.groups import TARGET
+from gpipe_cli.config.settings import (
+    ONE_DEVICE,
+    allowed,
+    has_checkpoint,
+    key_of,
+    naming,
+    one_device,
+    target_of,
+)
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.lines import override
+from gpipe_cli.reporting.run.lines import override, resuming
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_rest
 from gpipe_cli.results.run import run_result_or_none
 from gpipe_cli.system.interrupts import Stopped
@@ -56,6 +66,7 @@ class Sweep:
     def __init__(self, line: CommandLine, folder: SweepFolder, requested: Requested, typed: Sequence[str] = ()) -> None:
         """`typed`: the arguments of this start of the sweep; `line`: those of its first start."""
         self.line, self._typed = line, typed
+        self._targets: tuple[str, ...] = ()  # the functions that its runs call
         self.planned = 0  # runs of all rounds together; 0 until the sweep has begun
         self.rounds = 1
         self.baseline: int | None = None  # number of the cell whose speed is 1 for the others; None: the first measured
@@ -84,7 +95,7 @@ class Sweep:
     def show_rest(self) -> None:
         """Show the command that completes an incomplete sweep."""
         if len(self.runs) < self.planned or not all(map(self._is_final, self.runs)):
-            show_rest(self.planned, self.runs, f"gpipe {self.line.command} {override('resume', str(self.path))}")
+            show_rest(self.planned, self.runs, resuming(self.line.command, self.path, self._targets))
 
     def _perform_all(self, line: CommandLine) -> None:
         refuse_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
@@ -94,6 +105,10 @@ class Sweep:
         self._folder.choose(Path(whole.hydra.sweep.dir))
         begins = not self._folder.resumes
         requests = [self._request(trees, job) for job in jobs]
+        if not begins:
+            saved = _targets(requests)
+            requests = [self._named(request, saved) for request in requests]
+        self._targets = _targets(requests)
         refusals = [request for request in requests if isinstance(request, InputError)]
         for refusal in refusals if begins else ():
             if isinstance(refusal, SettingError) or len(refusals) == len(requests):
@@ -146,6 +161,16 @@ class Sweep:
         except InputError as error:
             return error
 
+    def _named(self, request: RunRequest | InputError, saved: Sequence[str]) -> RunRequest | InputError:
+        """The request of a sweep that is resumed, with the function that was named again in place of its own; `saved`:
+        the functions of all runs. Raises RefusedError if it was not."""
+        if isinstance(request, InputError):
+            return request
+        target, given = target_of(request.config), self._folder.targets
+        if target not in given:
+            target = given[0] if len(given) == len(saved) == 1 else None
+        return replace(request, config=allowed(request.config, target, self.path, naming(*saved)))
+
     def _turn(self, cell: Cell, turn: int, last: int) -> Run | None:
         """The run of a cell in round `turn`; None if the sweep ended before it began."""
         position = f"run {cell.number} of {last}" if cell.number else "baseline"
@@ -160,7 +185,7 @@ class Sweep:
             return None
         if before is not None and self.line.command == "train" and before.folder:
             folder = self.path / before.folder
-            if has_checkpoint(folder):
+            if has_checkpoint(folder) and not folder.is_symlink():  # through a link nothing is written
                 run = self._perform(cell, before, folder, goes_on=True)
                 if run.exit_code != BAD_INPUT or self._ended is not None:
                     return run
@@ -241,10 +266,17 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
     folder = _resumed_folder(line)
     if folder is None:
         _refuse_without_effect(line)
-        folder = SweepFolder(command, arguments)
-    else:
-        line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
+        return Sweep(line, SweepFolder(command, arguments), requested, arguments)
+    line = replace(read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"]), of_file=True)
+    if not line.options["multirun"] or line.is_question:
+        raise InputError(f"{folder.path}/{SWEEP}: cannot be read as a sweep (its arguments begin none); begin it again")
     return Sweep(line, folder, requested, arguments)
+
+
+def _targets(requests: Sequence[RunRequest | InputError]) -> tuple[str, ...]:
+    """The functions that the runs call, each once."""
+    called = [target_of(request.config) for request in requests if isinstance(request, RunRequest)]
+    return tuple(dict.fromkeys(target for target in called if target is not None))
 
 
 def _refuse_without_effect(line: CommandLine) -> None:
@@ -258,21 +290,22 @@ def _refuse_without_effect(line: CommandLine) -> None:
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if it is no sweep. Raises InputError if other settings are given too, or the
-    sweep is another command's."""
+    """The sweep that `resume` names; None if it is no sweep. Raises InputError if other settings are given too, but the
+    functions that its runs call, or the sweep is another command's."""
     given = line.overrides.get("resume")
     if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
         return None
-    more = [setting for setting in line.typed if setting.partition("=")[0].lstrip("+") != "resume"]
+    more = [setting for setting in line.typed if setting.partition("=")[0].lstrip("+") not in ("resume", TARGET)]
     named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
     more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
     if more:
         raise InputError(f"{more[0]}: resume={given} is a sweep, whose runs would then differ in more; leave it out")
     folder = SweepFolder.read(Path(given))
     if folder.command != line.command:
-        go_on = f"gpipe {folder.command} {override('resume', given)}"
-        raise InputError(f"resume={given}: is a sweep of gpipe {folder.command}; go on with it by {go_on}")
+        raise InputError(f"resume={given}: is a sweep of gpipe {folder.command}; go on with it by that command")
     folder.arguments = [argument for argument in folder.arguments if not argument.startswith(PLACE)]
+    if TARGET in line.overrides:
+        folder.targets = tuple(str(values_of(job)[TARGET]) for job in combinations(line))
     return folder
 
 
@@ -289,7 +322,7 @@ def differences(jobs: Sequence[Sequence[str]], same: Collection[str]) -> list[tu
 
 def free_folder(parent: Path, name: str) -> Path:
     """A folder for the run `name` that does not exist yet."""
-    return next(folder for folder in numbered(parent / folder_name(name)) if not folder.exists())
+    return next(folder for folder in numbered(parent / folder_name(name)) if not os.path.lexists(folder))
 
 
 def folder_name(name: str) -> str:

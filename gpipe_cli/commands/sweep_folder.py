@@ -5,6 +5,7 @@ stay, and the command line need not be repeated. Refused runs are recorded there
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import override
+from gpipe_cli.reporting.tables.sweep import CSV
+from gpipe_cli.results.bench import BENCH
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import run_result_or_none
 
@@ -42,6 +45,7 @@ class SweepFolder:
         """`path`: the folder of a sweep to resume; None for a new sweep."""
         self.command, self.arguments, self.path = command, list(arguments), path
         self.resumes = path is not None
+        self.targets: tuple[str, ...] = ()  # the functions of its runs that who resumes it has named
         self.attempts: dict[tuple[int, int], Attempt] = {}  # the last attempt of each run and round
         self._lock = contextlib.ExitStack()
         self.release = self._lock.close  # unlocks the folder, and removes it if it is empty
@@ -54,6 +58,9 @@ class SweepFolder:
             sweep = cls(saved["command"], [str(argument) for argument in saved["arguments"]], path)
             attempts = [Attempt(**values) for values in saved["runs"]]
             sweep.attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
+            for folder in {Path(attempt.folder) for attempt in attempts if attempt.folder}:
+                if folder.name in ("", "..") or folder != Path(folder.name):
+                    raise TypeError(f"{folder} is no folder in it")
         except (KeyError, TypeError) as error:
             raise InputError(
                 f"{path / SWEEP}: cannot be read as a sweep ({with_type(error)}); begin it again"
@@ -65,16 +72,19 @@ class SweepFolder:
 
         Two processes resuming the same sweep would run everything twice, and remove each other's folders. A run whose
         sweep was killed may still be ending, so a resumed sweep waits for it. Forks of this process hold the lock.
-        Raises InputError if a sweep lies at the typed path or is at work there, or the folder cannot be created.
+        Raises InputError if a sweep, or a file that it would replace, lies at the typed path, if a process is at work
+        there, or if the folder cannot be created.
         """
         typed = any(argument.startswith(PLACE) for argument in self.arguments)
         setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
         patience = folders.ENDING_SECONDS if self.resumes else 0.0
         lock = folders.locked_folder(path, setting, new=not typed and not self.resumes, patience_seconds=patience)
         folder = self._lock.enter_context(lock)
-        if typed and (folder / SWEEP).exists():
-            self.release()
-            raise InputError(f"{setting}: a sweep lies there already; go on with it by resume={path} or choose another")
+        for name in (SWEEP, *((BENCH, CSV) if self.command == "bench" else ())):
+            if typed and os.path.lexists(folder / name):
+                self.release()
+                what, go_on = ("a sweep", f"go on with it by resume={path} or ") if name == SWEEP else (name, "")
+                raise InputError(f"{setting}: {what} lies there already; {go_on}choose another")
         self.path = folder
         return folder
 
@@ -86,22 +96,20 @@ class SweepFolder:
         write_result(self.path, {"command": self.command, "arguments": self.arguments, "runs": runs}, SWEEP)
 
     def give_up(self, attempt: Attempt) -> None:
-        """Remove the folder of an attempt that begins again in a new folder, unless there is a reason to keep it.
+        """Remove the folder of an attempt that begins again in a new folder, unless there is a reason to keep it, such
+        as a file that no run has written.
 
         Comparisons and TensorBoard would show an interrupted run beside the run that replaces it. A failed run's folder
         may hold the reason, and a checkpoint may be of use: these folders stay, and are compared too.
         """
         assert self.path is not None
         folder = self.path / attempt.folder
-        if not attempt.folder or folder.parent != self.path or folder.name == "..":  # sweep.json was edited
+        # without a configuration it never became a run
+        if not attempt.folder or not (folder / CONFIG).is_file() or (folder / "checkpoints").exists():
             return
-        if not (folder / CONFIG).is_file():  # it never became a run, and the files there are not ours
-            with contextlib.suppress(OSError):  # it is not empty, or not there
-                folder.rmdir()
-        elif not (folder / "checkpoints").exists():
-            result = run_result_or_none(folder)
-            if result is None or result.status in ("running", "interrupted"):
-                shutil.rmtree(folder, ignore_errors=True)
+        result = run_result_or_none(folder)
+        if (result is None or result.status in ("running", "interrupted")) and folders.holds_run_only(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def left_out(folder: Path) -> list[str]:

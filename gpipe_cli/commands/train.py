@@ -6,13 +6,24 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.commands.command_line import parsed_settings
 from gpipe_cli.commands.composing import take_auto, training, with_given
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.comments import GROUPS
-from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import AUTO_BATCH, GO_ON, OF_INVOCATION, TrainConfig, find_run, has_checkpoint, load
+from gpipe_cli.config.groups import TARGET, choice_of
+from gpipe_cli.config.settings import (
+    AUTO_BATCH,
+    GO_ON,
+    OF_INVOCATION,
+    TrainConfig,
+    find_run,
+    has_checkpoint,
+    load,
+    naming,
+    read_config,
+)
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.sweep import show_sweep
 
@@ -25,10 +36,10 @@ def main(arguments: Sequence[str]) -> int:
         raise RefusedError("resume", GO_ON, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m")
     run = _to_go_on_with(line.overrides.get("resume"), line.overrides.get("run_folder"))
     if run is not None and "resume" not in line.swept:
-        saved = load(find_run("resume", run, str(line.overrides.get("output") or "outputs")))
+        saved = read_config(find_run("resume", run, str(line.overrides.get("output") or "outputs")))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
-        chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
-        line = replace(line, typed=(*line.typed, *(f"{group}={name}" for group, name in chosen.items())))
+        chosen = [f"{group}={choice_of(getattr(saved, group))}" for group in GROUPS if group not in line.overrides]
+        line = replace(line, typed=(*line.typed, *chosen), parsed=(*line.parsed, *parsed_settings(chosen)))
 
     def show() -> None:
         show_sweep(sweep.runs)
@@ -46,7 +57,9 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     run = _to_go_on_with(OmegaConf.select(tree, "resume"), OmegaConf.select(tree, "run_folder"))
     if run is None:
         return RunRequest(*training(tree, given))
-    saved = load(find_run("resume", run, str(tree.output)))
+    model = "" if OmegaConf.select(tree, "model.name") == "custom" else "model=custom "
+    folder, target = find_run("resume", run, str(tree.output)), OmegaConf.select(tree, TARGET)
+    saved = load(folder, target, lambda saved: model + naming(saved))
     begun = [key for key in ("init_from", "init_head") if key in given and tree.resume == GO_ON]
     for key in ("init_from", "init_head"):
         if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):

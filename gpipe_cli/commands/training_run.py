@@ -12,7 +12,7 @@ from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare, refuse_unfit
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, load
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, read_config
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
@@ -175,7 +175,7 @@ def find_source(config: TrainConfig) -> Path | None:
     """The checkpoint that a training resumes from, or takes weights from; None if it begins anew. Raises InputError,
     in a single line, if it does not fit the run."""
     if config.resume is not None:
-        saved = load(Path(config.resume))
+        saved = read_config(Path(config.resume))
         refuse_other_optimizer(config, saved)
         checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told

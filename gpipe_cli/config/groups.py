@@ -7,6 +7,7 @@ Hardware: what a plan needs of an accelerator and its link to the next (the pape
 interconnect, 3 and 3.2).
 """
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +19,8 @@ Layers = Annotated[int, Within(1, 10_000)]
 Channels = Annotated[int, Within(1, 1_000_000)]
 Heads = Annotated[int, Within(1, 10_000)]
 Tokens = Annotated[int, Within(2, 1_000_000)]  # tokens in a sequence
+TARGET = "model.target"  # the only setting that names code
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,11 @@ class CustomConfig:
     target: str  # package.module:function
     arguments: dict[str, Any] | None
     length: Tokens | None  # tokens of a sequence at most; for text only
+
+    def __post_init__(self) -> None:
+        if not _TARGET.fullmatch(self.target):
+            why = "not of the form package.module:function; use e.g. my_models:build"
+            raise RefusedError(TARGET, self.target, why)
 
 
 @dataclass(frozen=True, slots=True)

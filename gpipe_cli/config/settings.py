@@ -7,7 +7,7 @@ dataclasses at once, so that no later code has to check whether a key exists. Th
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Flag, auto
 from functools import cache
@@ -28,6 +28,7 @@ from gpipe_cli.config.typed import (
     Share,
     Within,
     one_line,
+    quoted,
     show,
     typed,
     with_type,
@@ -451,9 +452,14 @@ def replaced_batch(given: Mapping[str, object]) -> str | None:
 
 
 def from_tree(kind: type[T], tree: DictConfig) -> T:
-    """Converts Hydra's tree into the dataclass `kind` and those nested in it. Counts the class folders of
-    dataset=image_folder, once per run. Raises InputError, as `typed` and `container` do."""
-    values = container(tree)
+    """Converts Hydra's tree into the dataclass `kind` and those nested in it. Raises InputError, as `from_values` and
+    `container` do."""
+    return from_values(kind, container(tree))
+
+
+def from_values(kind: type[T], values: dict[str, Any]) -> T:
+    """Converts plain values into the dataclass `kind` and those nested in it. Counts the class folders of
+    dataset=image_folder, once per run. Raises InputError, as `typed` does."""
     if isinstance(dataset := values.get("dataset"), dict) and dataset.get("name") == "image_folder":
         _count_classes(dataset)
     try:
@@ -483,17 +489,28 @@ def _count_classes(dataset: dict[str, Any]) -> None:
 
 
 def container(tree: DictConfig | ListConfig) -> dict[str, Any]:
-    """Hydra's tree as plain values. Raises InputError if an interpolation such as `${output}` cannot be resolved."""
+    """Hydra's tree as plain values. Raises InputError, as `resolved`."""
+    return dict(resolved(tree))
+
+
+def resolved(value: Any) -> Any:
+    """A value of Hydra's tree as a plain value. Raises InputError if an interpolation such as `${output}` cannot be
+    resolved."""
     try:
-        values: Any = OmegaConf.to_container(tree, resolve=True)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         raise InputError(f"configuration: {one_line(error)}") from error
-    return dict(values)
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The configuration as YAML, with every setting; `load` reads it back."""
+    """The configuration as YAML, with every setting; `read_config` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def plain_values(tree: DictConfig) -> dict[str, Any]:
+    """A tree as plain values, with interpolations such as `${oc.env:HOME}` as the texts that they are written as."""
+    values: Any = OmegaConf.to_container(tree)
+    return dict(values)
 
 
 def load_yaml(file: Path) -> DictConfig:
@@ -528,15 +545,57 @@ def _why_unreadable(error: Exception) -> str:
     return with_type(error)
 
 
-def load(path: Path) -> TrainConfig:
-    """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`. Raises
-    InputError if the file is missing, is not YAML, or holds settings that this version does not have."""
+def read_config(path: Path) -> TrainConfig:
+    """Reads what `to_yaml` wrote, to be looked at: what is to be run is read by `load`. `path` is the file, or the run
+    folder that holds it as `config.yaml`. Raises InputError if the file is missing, is not YAML, or holds settings that
+    this version does not have.
+
+    The file may come from elsewhere, so interpolations are not resolved: a resolver is any function of this process.
+    """
     file = path / CONFIG if path.is_dir() else path
     tree = load_yaml(file)
     try:
-        return from_tree(TrainConfig, tree)
+        return from_values(TrainConfig, plain_values(tree))
     except InputError as error:
         raise InputError(f"{file}: cannot be read as the configuration of a run: {error}") from error
+
+
+def naming(*targets: str) -> str:
+    """What is typed to name the functions of a run, or of the runs of a sweep, once more."""
+    if not all(map(str.isascii, targets)):  # Hydra's grammar takes such letters in quotes only
+        targets = tuple(map(quoted, targets))
+    setting = f"{groups.TARGET}={','.join(targets)}"
+    return ("-m " if len(targets) > 1 else "") + (f'"{setting}"' if "'" in setting else setting)
+
+
+def target_of(config: TrainConfig) -> str | None:
+    """The function that a run calls; None if its model is not the user's own."""
+    return config.model.target if isinstance(config.model, groups.CustomConfig) else None
+
+
+def load(path: Path, target: str | None = None, add: Callable[[str], str] = naming) -> TrainConfig:
+    """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, in place of the
+    run's own; `add`: what a caller has to add who has not. Raises InputError for what is `allowed` to no file, and for
+    a target if the run calls no function."""
+    config = read_config(path)
+    if (saved := target_of(config)) is not None:
+        return allowed(config, target, path, add(saved))
+    if target is not None:
+        why = f"the run in {path} has model={groups.choice_of(config.model)}, which calls no function; leave it out"
+        raise RefusedError(groups.TARGET, target, why)
+    return config
+
+
+def allowed(config: TrainConfig, target: str | None, named_in: Path, add: str) -> TrainConfig:
+    """The configuration, which the files in `named_in` describe, if its code may be run: a file is data, and a function
+    that it names is imported and called only if the caller names it, too: `target`, which takes its place. Raises
+    RefusedError, with what to `add`."""
+    if not isinstance(config.model, groups.CustomConfig):
+        return config
+    if target is None:
+        why = f"{named_in} names this function, and what a file names is run only if you name it, too"
+        raise RefusedError(groups.TARGET, config.model.target, f"{why}; if you trust it, add {add}")
+    return replace(config, model=replace(config.model, target=target))
 
 
 def load_recipe(file: Path) -> dict[str, Any]:

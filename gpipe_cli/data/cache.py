@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import open_to_append, write_whole
 
 _DIGEST_BYTES = 16
 
@@ -77,7 +77,7 @@ def locked(file: Path) -> Iterator[None]:
     """Holds the lock `file`, which one process at a time can have, except on a file system without locks; the system
     releases it if the process dies."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as lock:
+    with open_to_append(file) as lock:  # a user may have a file of this name, which is left as it is
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         yield

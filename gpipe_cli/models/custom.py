@@ -5,7 +5,6 @@ The function is named as `package.module:function` and found from the current di
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gpipe_cli.config.groups import TARGET
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Sequence
-
-_KEY = "model.target"
-_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
@@ -37,24 +34,22 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         signature.bind(**arguments)  # the call itself could also raise a TypeError from within the function
     except TypeError as error:
         takes = ", ".join(map(str, signature.parameters.values()))
-        raise RefusedError(_KEY, target, f"the arguments do not fit, {error}; it takes ({takes})") from error
+        raise RefusedError(TARGET, target, f"the arguments do not fit, {error}; it takes ({takes})") from error
     try:
         model = function(**arguments)
     except InputError as error:  # from a skip that cannot be made
-        raise RefusedError(_KEY, target, str(error)) from error
+        raise RefusedError(TARGET, target, str(error)) from error
     except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
             raise
         why = f"fails when it is called on the meta device, where tensors have no values ({with_type(error)})"
-        raise RefusedError(_KEY, target, f"{why}; no .item(), no tolist() and no loading of files there") from error
+        raise RefusedError(TARGET, target, f"{why}; no .item(), no tolist() and no loading of files there") from error
     if fault := fault_of(model):
-        raise RefusedError(_KEY, target, fault)
+        raise RefusedError(TARGET, target, fault)
     return model
 
 
 def _find(target: str) -> Any:
-    if not _TARGET.fullmatch(target):
-        raise RefusedError(_KEY, target, "not of the form package.module:function; use e.g. my_models:build")
     module_name, _, name = target.partition(":")
     current_folder = str(Path.cwd())
     if current_folder not in sys.path:
@@ -65,14 +60,14 @@ def _find(target: str) -> Any:
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         where = f"there is no module {error.name}, neither in {current_folder} nor installed"
-        raise RefusedError(_KEY, target, f"{where}; run the command where it is, or install it") from error
+        raise RefusedError(TARGET, target, f"{where}; run the command where it is, or install it") from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
         why = f"{module_name} cannot be imported ({with_type(error)})"
-        raise RefusedError(_KEY, target, f"{why}; see what `python -c 'import {module_name}'` says") from error
+        raise RefusedError(TARGET, target, f"{why}; see what `python -c 'import {module_name}'` says") from error
     function = getattr(module, name, None)
     if not callable(function):
         where = f"{module_name} ({module.__file__})"
-        raise RefusedError(_KEY, target, f"{where} has no function {name}; name one that returns an nn.Sequential")
+        raise RefusedError(TARGET, target, f"{where} has no function {name}; name one that returns an nn.Sequential")
     return function
 
 

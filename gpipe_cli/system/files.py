@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -14,12 +15,15 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
 
-LOCK = ".lock"  # a file in the folder of a run or a sweep while a process works there
-PARTIAL = ".*.partial"  # names of files that are being written
+LOCK = ".gpipe.lock"  # a file in the folder of a run or a sweep while a process works there
+_OLDER_LOCK = ".lock"  # the same of earlier versions, which may be at work there, or were killed there
+_HOLDER = re.compile(rb"(process \d+ on .*\n)?")  # what such a file holds
+_PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial")  # names of files that are being written
 MOST_BYTES = 2**24  # limit of a text file that is read whole: a thousand times the usual size
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system's answers to a call that it does not know
 # answers of file systems that do not rename, or not over a file that is there
@@ -34,7 +38,7 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
     """Write or replace a file atomically: a reader finds the old content or the new. Large content comes in pieces.
 
     Raises:
-        OSError: the file cannot be written; the old content is still there.
+        OSError: the file cannot be written, or is a link; the old content is still there.
     """
     # Several processes may write into a folder, also on machines that give them the same number; no reader looks for
     # such a name.
@@ -49,6 +53,21 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
             put_in_place(beside, path)
         finally:
             beside.unlink(missing_ok=True)
+
+
+def check_not_linked(path: Path) -> None:
+    """Raises OSError for a link where this program is to write a file: somebody else has made it, so neither is the
+    link ours to replace, nor what it leads to; but to a device, which loses nothing."""
+    if path.is_symlink() and not path.is_char_device():
+        raise OSError(errno.ELOOP, "is a link, and nothing is written through it", str(path))
+
+
+@contextmanager
+def open_to_append(path: Path) -> Iterator[FileIO]:
+    """Open a file to write behind what it holds, without a buffer. Raises OSError, also for a link."""
+    check_not_linked(path)
+    with path.open("ab", buffering=0) as file:
+        yield file
 
 
 def sync(descriptor: int) -> None:
@@ -70,7 +89,9 @@ def copy_file(source: Path, target: Path) -> None:
 
 def put_in_place(whole: Path, path: Path) -> None:
     """Rename the file `whole` to `path`. Some network mounts refuse to, at all or while another program has `path`
-    open, but do let it be overwritten; then a reader may find a part, and `whole` stays. Raises OSError."""
+    open, but do let it be overwritten; then a reader may find a part, and `whole` stays. Raises OSError, also for a
+    link."""
+    check_not_linked(path)
     try:
         whole.replace(path)
     except OSError as error:
@@ -149,8 +170,23 @@ def folders_in(folder: Path) -> list[str]:
 
 def remove_partial_files(folder: Path) -> None:
     """Remove the partial files that a killed process has left."""
-    for left in folder.glob(PARTIAL):
-        left.unlink(missing_ok=True)
+    for left in folder.iterdir():
+        if _PARTIAL.fullmatch(left.name):
+            left.unlink(missing_ok=True)
+
+
+def contents(folder: Path) -> set[str]:
+    """The names of what is in a folder, without the partial files and locks that processes have there, or have left
+    there when they were killed."""
+    return {path.name for path in folder.iterdir() if not (_PARTIAL.fullmatch(path.name) or _is_lock(path))}
+
+
+def _is_lock(path: Path) -> bool:
+    if path.name not in (LOCK, _OLDER_LOCK):
+        return False
+    with suppress(OSError):
+        return _HOLDER.fullmatch(read_bytes(path, 256)) is not None
+    return False
 
 
 class FolderLock:
@@ -164,32 +200,62 @@ class FolderLock:
 
         Raises:
             FolderInUseError: another process holds the lock.
-            OSError: the folder cannot be written to.
+            OSError: the folder cannot be written to, or it has a file of that name which is no lock.
         """
         self._path = folder / LOCK
         until = time.monotonic() + patience_seconds
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
-                os.close(descriptor)
-                if time.monotonic() >= until:
-                    raise FolderInUseError(f"{holder or 'another process'} is at work there") from None
-                time.sleep(0.1)
-                continue
-            except OSError:  # a file system without locks
+                _check_older_lock(folder / _OLDER_LOCK)
+                self.descriptor = _open_locked(self._path)  # a child that inherits it holds the lock, too
                 break
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), self._path.stat()):
-                    break
-            os.close(descriptor)  # the last holder has released the lock meanwhile, and removed this file
-        self.descriptor = descriptor  # a child that inherits it holds the lock, too
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            except FolderInUseError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.1)
+        os.truncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         with suppress(OSError):  # it was removed, with the folder
-            self._path.unlink()
+            if os.path.samestat(os.fstat(self.descriptor), self._path.lstat()):
+                self._path.unlink()
         os.close(self.descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor of the lock file, locked. Raises as `FolderLock`."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            holder = os.pread(descriptor, 256, 0)
+            if not _HOLDER.fullmatch(holder):
+                raise OSError(errno.EEXIST, f"{path} is a file of somebody else's", str(path))
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(holder) from None
+            except OSError:  # a file system without locks
+                return descriptor
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the last holder has released the lock meanwhile, and removed this file
+
+
+def _check_older_lock(path: Path) -> None:
+    """Raises FolderInUseError if a process of an earlier version is at work in the folder."""
+    with suppress(OSError), open_regular(path) as file:
+        holder = file.read(256) or b""
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed
+        except BlockingIOError:
+            if _HOLDER.fullmatch(holder):
+                raise _in_use(holder) from None
+
+
+def _in_use(holder: bytes) -> FolderInUseError:
+    return FolderInUseError(f"{holder.decode(errors='replace').strip() or 'another process'} is at work there")

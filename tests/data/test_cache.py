@@ -24,6 +24,12 @@ def test_made_once_and_read_afterwards(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock")) == ["a", "b"]
 
 
+def test_a_file_of_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> None:
+    (tmp_path / ".a.lock").write_text("mine")
+    cached(tmp_path, "a", lambda: b"content")
+    assert (tmp_path / ".a.lock").read_text() == "mine"
+
+
 def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     cached(tmp_path, "a", lambda: b"0123456789" * 10)
     stored = (tmp_path / "a").read_bytes()

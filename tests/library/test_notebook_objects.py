@@ -76,4 +76,19 @@ class TestInABrowser:
         assert "measured" in frame.locator("#lanes").text_content()
         for part in ("#controls", "#words", "#order", "#shares", "header"):
             assert frame.locator(part).is_visible() is whole, part
+        if whole:
+            with page.expect_download() as download:
+                frame.locator("#csv").click()
+            assert download.value.path().read_text()
+            frame.locator("#micro_batches").fill("8")  # which would be written to the address of a page by itself
+            frame.locator("#lanes [data-key='0F7']").wait_for()
         assert errors == []
+
+    def test_scripts_of_a_folder_do_not_reach_the_notebook(self, page: "Page", planned: Path, tmp_path: Path) -> None:
+        """They ran in Jupyter's own origin, where they could have run cells and read files."""
+        reached = "try {parent.document.title = 'reached'} catch (error) {document.title = error.name}"
+        source = (planned / "pipeline.html").read_text().replace("</head>", f"<script>{reached}</script></head>")
+        (tmp_path / "pipeline.html").write_text(source)
+        page.set_content(f"<title>notebook</title>{gpipe_cli.show(tmp_path)._repr_html_()}")
+        page.frame_locator("iframe").locator("#lanes text", has_text="stage 1").first.wait_for()
+        assert page.title() == "notebook"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpipe_cli.config.groups import CustomConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.custom import build_custom
 
@@ -63,7 +64,6 @@ def test_a_function_of_the_current_directory() -> None:
 @pytest.mark.parametrize(
     ("target", "arguments", "message"),
     [
-        ("zoo_for_tests.nets.build", {}, "not of the form package.module:function"),
         ("absent_for_tests:build", {}, "there is no module absent_for_tests, neither in .* nor installed"),
         ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no function bild"),
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
@@ -79,3 +79,8 @@ def test_refused(target: str, arguments: dict[str, object], message: str) -> Non
         build_custom(target, arguments)
     assert str(caught.value).startswith(f"model.target={target}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_target_names_a_module_and_a_function() -> None:
+    with pytest.raises(InputError, match=r"^model\.target=nets\.build: not of the form package\.module:function"):
+        CustomConfig("custom", "nets.build", None, None)

@@ -2,6 +2,7 @@
 initial values and its files of weights, in any cut; and what is refused."""
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,6 +130,16 @@ def saved(folder: Path, name: str, shards: str = "5GB", **changes: Any) -> Path:
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 5)
     model.save_pretrained(folder, max_shard_size=shards)
     return folder
+
+
+class RunsWhereRead:
+    """A pickle of it makes the file where it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
 
 
 def on_meta(folder: Path, build: Callable[..., nn.Sequential] = CAUSAL.build, **settings: Any) -> nn.Sequential:
@@ -410,6 +421,37 @@ def test_a_run_becomes_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "it is there already" in capfd.readouterr().err
     assert command("export", f"run={run}", "format=hf", "overwrite=true", "evaluate=false") == 0
     assert (run / "hf" / "README.md").read_text() == "mine"
+
+
+def test_code_that_a_folder_names_is_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a known family, with classes of its own, kernels, quantization and adapters; the run keeps the tokenizer."""
+    folder, ran = saved(tmp_path / "model", "llama"), tmp_path / "ran"
+    write_tokenizer(folder, eos_token="<end>")
+    (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    planted: dict[str, dict[str, Any]] = {
+        "config.json": {
+            "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
+            "attn_implementation": "mine/kernel", "quantization_config": {"quant_method": "mine"},
+        },
+        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["mine.Model", "mine.Model"]}},
+        "generation_config.json": {"custom_generate": "mine"},
+        "adapter_config.json": {"peft_type": "LORA", "auto_mapping": {"parent_library": "mine"}},
+    }  # fmt: skip
+    for name, keys in planted.items():
+        written = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(written | keys))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(RunsWhereRead(ran)))
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("\n".join(LINES), encoding="utf-8")
+    settings = [
+        *SHORT, f"model.name={folder}", "model.length=16", "dataset=text_files", f"dataset.root={text}",
+        f"dataset.cache={tmp_path / 'cache'}", f"dataset.vocabulary={TOKENS}", f"dataset.tokenizer={folder}",
+        "batch_size=16", "max_steps=1", "partitions=1",
+    ]  # fmt: skip
+    assert command("train", *settings, f"run_folder={run}") == 0, capfd.readouterr().err
+    assert command("evaluate", f"run={run}") == 0
+    assert command("export", f"run={run}", "format=hf") == 0
+    assert not ran.exists()
 
 
 # --- masked language models

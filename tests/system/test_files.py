@@ -1,13 +1,16 @@
 """Files are whole or as they were, those of users have a limit, and one process at a time works in a folder."""
 
 import errno
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -15,6 +18,8 @@ from gpipe_cli.system.files import (
     LOCK,
     FolderInUseError,
     FolderLock,
+    contents,
+    open_to_append,
     read_bytes,
     read_text,
     remove_partial_files,
@@ -43,9 +48,28 @@ def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "taken"]
     write_whole(file, b"new")
     assert file.read_text() == "new"
-    (tmp_path / ".1.partial").write_text("half")  # of a process that was killed
+    (tmp_path / f".{uuid4().hex}.partial").write_text("half")  # of a process that was killed
+    (tmp_path / ".mine.partial").write_text("of another program")
+    assert contents(tmp_path) == {"page.html", "taken", ".mine.partial"}
     remove_partial_files(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "taken"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.partial", "page.html", "taken"]
+
+
+def test_nothing_is_written_through_a_link_or_in_its_place(tmp_path: Path) -> None:
+    """But to a device, where nothing is lost."""
+    file, link = tmp_path / "mine", tmp_path / "link"
+    file.write_text("mine")
+    for target in (file, tmp_path / "gone"):
+        link.symlink_to(target)
+        for write in (partial(write_whole, content="new"), lambda path: open_to_append(path).__enter__()):
+            with pytest.raises(OSError, match=r"is a link.*link'"):
+                write(link)
+        assert link.is_symlink()
+        link.unlink()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "mine")]
+    link.symlink_to("/dev/full")
+    with open_to_append(link) as full, pytest.raises(OSError, match="No space left"):
+        full.write(b"x")
 
 
 def test_a_file_that_another_program_has_open_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,3 +139,29 @@ def test_a_folder_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
         FolderLock(tmp_path)
     lock.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_none_of_the_user_s_files(tmp_path: Path) -> None:
+    """Any file .lock was emptied, and then removed."""
+    (tmp_path / ".lock").write_text("mine")
+    lock = FolderLock(tmp_path)
+    assert contents(tmp_path) == {".lock"}
+    lock.release()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(".lock", "mine")]
+    (tmp_path / LOCK).write_text("mine, too")
+    with pytest.raises(OSError, match="is a file of somebody else's"):
+        FolderLock(tmp_path)
+    assert (tmp_path / LOCK).read_text() == "mine, too"
+
+
+def test_a_lock_of_an_earlier_version_is_respected_and_left(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w+") as older:
+        older.write("process 7 on here\n")
+        older.flush()
+        fcntl.flock(older, fcntl.LOCK_EX)
+        with pytest.raises(FolderInUseError, match=r"^process 7 on here is at work there$"):
+            FolderLock(tmp_path)
+    lock = FolderLock(tmp_path)  # of a process that was killed
+    assert contents(tmp_path) == set()
+    lock.release()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from training_runs import (
+    NAMED,
     TINY,
     assert_same_tensors,
     command,
@@ -224,9 +225,9 @@ def test_a_run_remembers_no_more_than_where_it_came_from(
     assert "; stage 0 has nothing to train\n" in said
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace(str(source), str(tmp_path / "gone")))
-    assert command("evaluate", f"run={run}", "partitions=2") == 0
+    assert command("evaluate", f"run={run}", NAMED, "partitions=2") == 0
     changes = ["freeze=[7.bias]", "max_steps=2", f"run_folder={tmp_path / 'on'}"]
-    assert command("train", f"resume={run}", *changes) == 0
+    assert command("train", f"resume={run}", NAMED, *changes) == 0
     first, second = final_tensors(run), final_tensors(tmp_path / "on")
     for name, thawed in (("0.weight", True), ("7.bias", False)):
         assert any(one.startswith(f"optimizer/{name}") for one in first) != thawed

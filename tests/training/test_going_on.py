@@ -7,6 +7,7 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from training_runs import (
@@ -198,7 +199,7 @@ def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
     run = tmp_path / "run"
     line = ["train", *RUN, *IN_PROCESS, "max_steps=1", "resume=auto"]
     (run / "checkpoints" / ".step_00000001.writing").mkdir(parents=True)
-    (run / ".123.partial").touch()
+    (run / f".{uuid4().hex}.partial").touch()
     assert command(*line, f"run_folder={run}") == 0
     assert (run / "config.yaml").read_text().count("resume: null") == 1
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best", "last", "step_00000001"]

@@ -10,7 +10,7 @@ from tokenizer_files import LINES, write_tokenizer
 from training_runs import assert_same_tensors, command, final_tensors
 from transformers import AutoTokenizer
 
-from gpipe_cli.config.settings import load
+from gpipe_cli.config.settings import read_config
 from gpipe_cli.results.files import read_result
 
 TEXT = [
@@ -35,7 +35,7 @@ def test_a_run_reads_text_with_the_tokenizer_that_it_began_with(
     assert command("train", *TEXT, *places, "max_steps=4", f"run_folder={whole}") == 0
     size = len(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
     assert f"{size} tokens of {tmp_path / 'tokenizer'}" in capfd.readouterr().out
-    assert load(whole).dataset.vocabulary == size  # type: ignore[union-attr]
+    assert read_config(whole).dataset.vocabulary == size  # type: ignore[union-attr]
     assert command("train", *TEXT, *places, "max_steps=2", f"run_folder={begun}") == 0
 
     write_tokenizer(tmp_path / "tokenizer", lines=["another text gives other pieces " * 9], eos_token="<end>")

@@ -10,6 +10,7 @@ import torch
 from training_runs import (
     LIVELY,
     LIVELY_SMALL,
+    NAMED,
     SMALL,
     TINY,
     assert_same_tensors,
@@ -22,7 +23,7 @@ from training_runs import (
 )
 
 from gpipe_cli.assembly.loss import Totals
-from gpipe_cli.config.settings import load
+from gpipe_cli.config.settings import read_config
 from gpipe_cli.reporting.run.measurement import CONTENDED
 from gpipe_cli.results.files import read_result
 from gpipe_cli.system.machine import usable_cores
@@ -99,7 +100,7 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path, capsys
     assert [part["process"] for part in read_result(first)["partitions"]] == [0, 1, 0, 1]
     others = ["schedule=zero_bubble", "partitions=3", "stages_per_process=null"]
     capsys.readouterr()
-    assert command("train", f"resume={first}", *others, f"run_folder={second}") == 0
+    assert command("train", f"resume={first}", NAMED, *others, f"run_folder={second}") == 0
     assert_same_tensors(final_tensors(second), whole)
     of_first_epoch = of_type(expected, StepDone)[2]
     printed = f"{of_first_epoch.epoch_cross_entropy:.4f} {100 * of_first_epoch.epoch_top1:.1f} %"
@@ -160,7 +161,7 @@ def test_placements_and_files_of_torch_make_the_same_run(tmp_path: Path) -> None
         folder = tmp_path / f"{steps}"
         assert command("train", *begun, *given, f"max_steps={steps}", f"run_folder={folder}") == 0
         assert [part["process"] for part in read_result(folder)["partitions"]] == processes
-        begun = [f"resume={folder}"]
+        begun = [f"resume={folder}", NAMED]
     for folder in (tmp_path / "dual", tmp_path / "3"):
         assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
 
@@ -173,7 +174,7 @@ def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     assert command("train", *defaults, f"run_folder={tmp_path}") == 0
     used = read_result(tmp_path)["hardware"]["threads_per_process"]
     assert used == max(1, usable_cores() // 2)
-    assert load(tmp_path).threads == used, "which a run that goes on keeps"
+    assert read_config(tmp_path).threads == used, "which a run that goes on keeps"
 
 
 def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(tmp_path: Pa
     assert read_result(folder)["samples_per_second_kind"] == "measured_one_device"  # its stages take turns
     for step in (4, 5):  # as if the run had been killed after step 5, having written its checkpoint of step 3
         shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
-    assert command("train", f"resume={folder}", f"run_folder={folder}", "partitions=1") == 0
+    assert command("train", f"resume={folder}", NAMED, f"run_folder={folder}", "partitions=1") == 0
     assert_same_tensors(final_tensors(folder), final_tensors(whole))
     assert steps_of(folder) == list(range(1, STEPS + 1))
 

@@ -6,7 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
-from training_runs import TINY, command, command_struck, configure, final_tensors, steps_of, train_here, wait_until
+from training_runs import (
+    NAMED,
+    TINY,
+    command,
+    command_struck,
+    configure,
+    final_tensors,
+    steps_of,
+    train_here,
+    wait_until,
+)
 
 from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.system.forked_call import Fork
@@ -25,7 +35,7 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     train_here(configure(*RUN, "epochs=1"), run)
     for name in ("pipeline.html", "timeline.png", "timeline_trace.json"):
         (run / name).mkdir()  # nothing can be renamed to that, whoever tries
-    goes_on = ["train", f"resume={run}", f"run_folder={run}"]
+    goes_on = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
     assert command(*goes_on, "epochs=2") == 0
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -79,8 +89,8 @@ def test_a_disk_may_lack_a_call(calls: list[str], error: int, tmp_path: Path, mo
     ]
     settings = [*RUN, *lacks, "checkpoint.keep=1", "logger=[csv]"]
     assert command("train", *settings, "epochs=2", f"run_folder={runs[0]}") == 0
-    assert command("train", f"resume={runs[0]}", f"run_folder={runs[1]}", "epochs=3") == 0
-    assert command("export", f"run={runs[1]}") == 0
+    assert command("train", f"resume={runs[0]}", lacks[0], f"run_folder={runs[1]}", "epochs=3") == 0
+    assert command("export", f"run={runs[1]}", lacks[0]) == 0
     assert command("compare", *map(str, runs)) == 0
     for run, steps in zip(runs, (6, 9), strict=True):
         assert (read_result(run)["status"], steps_of(run)[-1]) == ("completed", steps)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from image_files import write_images
-from training_runs import SMALL, command
+from training_runs import NAMED, SMALL, command
 
 from gpipe_cli.results.files import read_result
 from gpipe_cli.results.run import read_run_result
@@ -30,13 +30,13 @@ def test_the_validation_set_chooses_and_the_test_set_is_scored_once(
     last = read_index(checkpoints_in(tmp_path / "whole")[-1]).progress
     assert whole.validation.step == whole.test.step == last.best_step
     assert last.step != last.best_step, "the weights that are scored are not those of the end"
-    assert command("evaluate", f"run={tmp_path / 'whole'}", "partitions=1") == 0
+    assert command("evaluate", f"run={tmp_path / 'whole'}", NAMED, "partitions=1") == 0
     assert read_result(tmp_path / "whole", "evaluate.json")["loss"] == whole.test.loss
 
     parts = [*RUN, "partitions=3", f"run_folder={tmp_path / 'parts'}"]
     assert command("train", *parts, "max_steps=3") == 0
     capsys.readouterr()
-    assert command("train", f"resume={tmp_path / 'parts'}", f"run_folder={tmp_path / 'parts'}") == 0
+    assert command("train", f"resume={tmp_path / 'parts'}", NAMED, f"run_folder={tmp_path / 'parts'}") == 0
     resumed = read_run_result(tmp_path / "parts")
     assert (resumed.validation, resumed.test) == (whole.validation, whole.test)
     assert command("compare", f"{tmp_path}", "format=csv") == 0
@@ -81,7 +81,7 @@ def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, capsys: pytest.
     gone = run / "checkpoints" / f"step_{progress.best_step:08d}"
     gone.rename(tmp_path / "gone")
     capsys.readouterr()
-    assert command("evaluate", f"run={run}") == 0
+    assert command("evaluate", f"run={run}", NAMED) == 0
     assert f"{gone}: the best checkpoint is not there any more; step_{progress.step:08d} is taken" in (
         capsys.readouterr().err
     )
@@ -96,7 +96,7 @@ def test_a_run_is_not_resumed_on_other_data(setting: str, tmp_path: Path, capsys
     run = tmp_path / "run"
     assert command("train", *SMALL, "executor=in_process", "max_steps=1", f"run_folder={run}") == 0
     capsys.readouterr()
-    assert command("train", f"resume={run}", setting, "max_steps=2", f"run_folder={tmp_path / 'resumed'}") == 2
+    assert command("train", f"resume={run}", NAMED, setting, "max_steps=2", f"run_folder={tmp_path / 'resumed'}") == 2
     (said,) = capsys.readouterr().err.splitlines()
     key = setting.partition("=")[0]
     assert f"{key}=" in said

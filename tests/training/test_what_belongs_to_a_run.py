@@ -14,7 +14,7 @@ import timm
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from training_runs import TINY, command, configure, spec_of
+from training_runs import NAMED, TINY, command, configure, spec_of
 
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.text import open_text
@@ -96,7 +96,7 @@ PHOTOS = [
 
 
 def loss_of(run: Path) -> float:
-    assert command("evaluate", f"run={run}") == 0
+    assert command("evaluate", f"run={run}", NAMED) == 0
     return float(read_result(run, "evaluate.json")["loss"])
 
 
@@ -112,16 +112,16 @@ def test_outputs_mean_the_classes_that_they_were_trained_on(
     for split in ("train", "test"):
         shutil.copytree(colours / split / "0", colours / split / "00")
     assert loss_of(run) == loss
-    assert command("train", f"resume={run}", "epochs=3", f"run_folder={tmp_path / 'resumed'}") == 0
+    assert command("train", f"resume={run}", NAMED, "epochs=3", f"run_folder={tmp_path / 'resumed'}") == 0
     for split in ("train", "test"):
         shutil.rmtree(colours / split / "00")
         (colours / split / "0").rename(colours / split / "z0")
     capsys.readouterr()
     for words in (["evaluate", f"run={run}"], ["train", f"resume={run}", "epochs=3", f"run_folder={tmp_path / 'no'}"]):
-        assert command(*words) == 2
+        assert command(*words, NAMED) == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert re.search(rf"dataset\.root={colours}: .*only there: 0; only here: z0.*init_from", said)
-    assert command("export", f"run={run}") == 2
+    assert command("export", f"run={run}", NAMED) == 2
     with safe_open(run / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["classes"]) == ["90", "180", "0", "270"]
     begun = [*settings, f"init_from={run}", "max_steps=1"]
@@ -143,12 +143,12 @@ def test_a_run_that_kept_no_names_says_so(colours: Path, tmp_path: Path, capsys:
     assert values.pop("classes") == sorted(COLOURS)
     index.write_text(json.dumps(values))
     capsys.readouterr()
-    assert command("evaluate", f"run={tmp_path / 'run'}") == 0
+    assert command("evaluate", f"run={tmp_path / 'run'}", NAMED) == 0
     assert "classes      that run kept no names" in capsys.readouterr().out
     resumed = tmp_path / "resumed"
-    assert command("train", f"resume={tmp_path / 'run'}", "max_steps=2", f"run_folder={resumed}") == 0
+    assert command("train", f"resume={tmp_path / 'run'}", NAMED, "max_steps=2", f"run_folder={resumed}") == 0
     assert "classes      that run kept no names" in capsys.readouterr().out
-    assert command("evaluate", f"run={resumed}", "checkpoint=last") == 0
+    assert command("evaluate", f"run={resumed}", NAMED, "checkpoint=last") == 0
     assert "kept no names" not in capsys.readouterr().out
 
 

@@ -21,13 +21,15 @@ body{margin:0!important;padding:0 4px!important}
 
 @dataclass(frozen=True)
 class InlinePage:
-    """A page in a frame of its own: its styles and scripts do not meet those of the notebook."""
+    """A page in a frame: its styles do not meet those of the notebook, and its scripts, of a run that may come from
+    elsewhere, have no access to it, nor to its server."""
 
     source: str = field(repr=False)  # HTML of a whole document; Jupyter saves the repr, too
     height: int  # pixels
 
     def _repr_html_(self) -> str:
-        frame = 'style="width:100%;border:0" title="timelines of the stages"'
+        # without allow-same-origin; a schedule that was edited is saved as a download
+        frame = 'sandbox="allow-scripts allow-downloads" style="width:100%;border:0" title="timelines of the stages"'
         return f'<iframe srcdoc="{html.escape(self.source)}" height="{self.height}" {frame}></iframe>'
 
 

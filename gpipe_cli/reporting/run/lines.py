@@ -17,8 +17,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.config.settings import CONFIG
+from gpipe_cli.config.settings import CONFIG, naming
 from gpipe_cli.config.typed import quoted
+from gpipe_cli.system.files import open_to_append
 from gpipe_cli.system.phase import end_phase
 
 LOG = "log.txt"
@@ -101,7 +102,7 @@ class _Log:
         if not (self._folder / CONFIG).is_file():
             return
         # lines that cannot be written wait for the next call
-        with suppress(OSError), (self._folder / LOG).open("ab", buffering=0) as file:
+        with suppress(OSError), open_to_append(self._folder / LOG) as file:
             while self._waiting:
                 del self._waiting[: file.write(self._waiting)]
 
@@ -123,6 +124,13 @@ def log(text: str) -> None:
     """Adds lines to the log of the current run, if any, without showing them."""
     if (current := _LOG.get()) is not None:
         current.add(text)
+
+
+def resuming(command: str, folder: Path, targets: Iterable[str | None]) -> str:
+    """The command that goes on with the run or the sweep in `folder`; `targets`: the functions that its runs call, if
+    they do, and that have to be named again."""
+    again = dict.fromkeys(filter(None, targets))
+    return " ".join([f"gpipe {command}", override("resume", str(folder)), *([naming(*again)] if again else [])])
 
 
 def override(key: str, value: str) -> str:

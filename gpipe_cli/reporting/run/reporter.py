@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.config.settings import CONFIG, Task, TrainConfig, to_yaml
+from gpipe_cli.config.settings import CONFIG, Task, TrainConfig, target_of, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.page.page import MOST_STEPS, PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
@@ -25,7 +25,7 @@ from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.dashboard import Dashboard
 from gpipe_cli.reporting.run.description import RunDescription, evaluation_of
 from gpipe_cli.reporting.run.drawing import Drawing
-from gpipe_cli.reporting.run.lines import logging_to, override, show_error, show_facts, show_line
+from gpipe_cli.reporting.run.lines import logging_to, resuming, show_error, show_facts, show_line
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown
 from gpipe_cli.reporting.run.summary import show_summary, speed_kind
 from gpipe_cli.results.run import (
@@ -277,7 +277,7 @@ class Reporter:
         steps = [step for path in checkpoints_in(self._folder) if (step := step_of(path)) > self._run.first_step]
         if written := max([self._checkpoint, *steps]):
             done = written == self._run.total_steps
-            command = None if done else f"gpipe train {override('resume', str(self._folder))}"
+            command = None if done else resuming("train", self._folder, [target_of(self._run.config)])
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", command
         if (source := self._run.config.resume) is not None:  # it may be complete, but for the command's settings
             start = self._run.start

@@ -16,7 +16,7 @@ from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.sinks.sink import Value, all_settings
 from gpipe_cli.results.measures import MEASURES, finals
-from gpipe_cli.system.files import naming, write_whole
+from gpipe_cli.system.files import naming, open_to_append, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,7 +105,7 @@ class EventFile:
 
     def flush(self) -> None:
         """Writes the pending events. Raises OSError; events not yet written then stay pending."""
-        with naming(self._path), self._path.open("ab", buffering=0) as file:
+        with naming(self._path), open_to_append(self._path) as file:
             while self._waiting:
                 del self._waiting[: file.write(self._waiting)]
 

@@ -7,6 +7,7 @@ renamed: a reader finds the old checkpoint or the new one, never a part.
 Tensor names: `model/<parameter or buffer>`, `optimizer/<parameter>/<state>`, `ema/<parameter or buffer>`.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -26,12 +27,22 @@ from safetensors import SafetensorError, safe_open
 from gpipe_cli.assembly.loss import NO_TOTALS, Totals
 from gpipe_cli.config.typed import Count, Within, one_line, show, typed
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import NOT_RENAMED, copy_file, put_in_place, read_json, regular_size, sync, write_whole
+from gpipe_cli.system.files import (
+    NOT_RENAMED,
+    check_not_linked,
+    copy_file,
+    put_in_place,
+    read_json,
+    regular_size,
+    sync,
+    write_whole,
+)
 from gpipe_cli.training.events import Tested
 
 FORMAT = 2
 _PREFIX = "step_"
 _STEP = re.compile(rf"{_PREFIX}[0-9]{{8,12}}")
+_DRAFT = re.compile(rf"\.{_STEP.pattern}\.writing")
 _FILE = re.compile(r"stage_[0-9]{1,5}\.safetensors")
 _MOST_SHOWN = 200  # characters of an error in an index that are shown
 # The names of dtypes in the header of a safetensors file.
@@ -172,8 +183,9 @@ def draft_of(run_folder: Path, step: int) -> Path:
 
 def remove_drafts(run_folder: Path) -> None:
     """Remove incomplete checkpoints, left by a run that ended while it wrote them."""
-    for abandoned in (run_folder / "checkpoints").glob(f".{_PREFIX}*.writing"):
-        shutil.rmtree(abandoned, ignore_errors=True)
+    for abandoned in (run_folder / "checkpoints").glob(f".{_PREFIX}*"):
+        if _DRAFT.fullmatch(abandoned.name):
+            shutil.rmtree(abandoned, ignore_errors=True)
 
 
 # The message for a run folder that does not exist any more.
@@ -205,6 +217,9 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
     with writing(draft):
         draft.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
         draft.mkdir(exist_ok=True)  # another stage may have made it
+        check_not_linked(draft.parent)
+        if path.is_file() and (draft.is_symlink() or path.is_symlink()):
+            raise OSError(errno.EEXIST, "a link leads to a file that is not this run's", str(path))
         with path.open("wb") as file:
             for part in parts:
                 file.write(part)
@@ -262,6 +277,7 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
     final = draft.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
     with writing(draft):
+        check_not_linked(final)
         for file in index.files:  # stages may be on other machines: check that their files are visible on this machine
             regular_size(draft / file.name)
         for part in draft.glob("part_*.json"):

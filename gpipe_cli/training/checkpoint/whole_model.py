@@ -15,12 +15,12 @@ from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, rea
 from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable
 
 
-def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
+def load_run(run: str, averaged: bool | None, which: str, target: str | None) -> nn.Sequential:
     """The implementation of `gpipe_cli.load`, which documents the arguments and errors."""
     if which not in ("best", "last"):
         raise RefusedError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
     folder = find_run("run_folder", run, "outputs")
-    config = load(folder)
+    config = load(folder, target, lambda saved: f"target={saved!r} to the call")
     if averaged and not config.ema_decay:
         raise RefusedError("averaged", True, "the run kept no average of its weights, as ema_decay=0; leave it out")
     if averaged is False:

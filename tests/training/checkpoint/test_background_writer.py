@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
+from training_runs import NAMED, TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.distributed.control_group import Awaited
@@ -120,7 +120,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: p
     train_here(configure(*RUN, *alone, "checkpoint.every_steps=1", "max_steps=1"), run)
     full = odd_file(run, 2, "stage_1.safetensors")
     full.symlink_to("/dev/full")
-    goes_on = ["train", f"resume={run}", f"run_folder={run}"]
+    goes_on = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
     pair = ["partitions=2", "executor=distributed"]
     assert command(*goes_on, *pair, "max_steps=3") == 0
     captured = capsys.readouterr()

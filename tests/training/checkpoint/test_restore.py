@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from training_runs import (
+    NAMED,
     SMALL,
     assert_same_tensors,
     command,
@@ -206,11 +207,11 @@ def test_the_same_for_weights_to_begin_with_and_for_an_evaluation(
     change_file(doubled)(run / "checkpoints" / "step_00000002")
     assert source(f"init_from={run}").name == "step_00000001"
     assert "is ('F64', " in capsys.readouterr().err
-    assert command("evaluate", f"run={run}", "checkpoint=last") == 0
+    assert command("evaluate", f"run={run}", NAMED, "checkpoint=last") == 0
     assert "; step_00000001 is taken" in capsys.readouterr().err
     assert read_result(run, "evaluate.json")["checkpoint"].endswith("step_00000001")
     flip(run / "checkpoints" / "step_00000001")
-    for arguments in (["evaluate", f"run={run}"], ["train", *SETTINGS, f"init_from={run}"]):
+    for arguments in (["evaluate", f"run={run}", NAMED], ["train", *SETTINGS, f"init_from={run}"]):
         assert command(*arguments) == 2
         captured = capsys.readouterr()
         assert "loss" not in captured.out
