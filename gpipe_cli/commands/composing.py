@@ -46,6 +46,7 @@ from gpipe_cli.config.settings import (
     plain_values,
     replaced_batch,
     resolved,
+    set_value,
 )
 from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
@@ -352,13 +353,9 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     if given.get("partition.method", "exact") != "exact":
         values["partition"]["balance"] = None
     for key, setting in given.items():
-        *above, name = key.split(".")
-        group, value = values, resolved(setting)
-        for part in above:
-            group[part] = group[part] if isinstance(group.get(part), dict) else {}
-            group = group[part]
-        if key not in GROUPS or value["name"] != group[name]["name"]:
-            group[name] = value
+        value = resolved(setting)
+        if key not in GROUPS or value["name"] != values[key]["name"]:
+            set_value(values, key, value)
     return from_values(TrainConfig, values)
 
 

@@ -10,11 +10,18 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import compose, with_given
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.groups import TARGET, choice_of
-from gpipe_cli.config.settings import EvaluateSettings, ExportSettings, TrainConfig, container, find_run, load
+from gpipe_cli.config.settings import (
+    EvaluateSettings,
+    ExportSettings,
+    TrainConfig,
+    container,
+    find_run,
+    flattened,
+    load,
+)
 from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.results.files import flattened
 from gpipe_cli.system.interrupts import import_apart
 
 # Settings that replace the run's own. null keeps the run's value, except for stages_per_process, which is about the
@@ -56,7 +63,7 @@ def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfi
     for key, value in given.items():
         if key not in OF_THE_RUN:
             raise unknown(key, value, (*settings_of(kind), *OF_THE_RUN))
-    saved = load(find_run("run", settings.run, settings.output), given.get(TARGET))
+    saved = load(find_run("run", settings.run, settings.output), given.get(TARGET), instead=given)
     replaced = {key: value for key, value in given.items() if value is not None or key == "stages_per_process"}
     # nothing is trained, and the file of a schedule or a placement may be gone, or for another K
     replaced |= {"schedule": "1f1b", "placement": None}

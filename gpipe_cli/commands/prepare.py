@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from gpipe_cli.benchmark.machine_timing import step_costs
-from gpipe_cli.config.settings import TrainConfig, read_config
+from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.planner.auto_settings import choose
@@ -102,7 +102,7 @@ def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str,
     """A line of the banner if a resumed run's threads differ from before, or from those that its K would get now."""
     if config.resume is None:
         return
-    threads, before = config.threads, read_config(Path(config.resume)).threads
+    threads, before = config.threads, read_config(Path(config.resume), instead_of(config)).threads
     usual = own_threads(processes)
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
         raise RefusedError("resume", GO_ON, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m")
     run = _to_go_on_with(line.overrides.get("resume"), line.overrides.get("run_folder"))
     if run is not None and "resume" not in line.swept:
-        saved = read_config(find_run("resume", run, str(line.overrides.get("output") or "outputs")))
+        folder = find_run("resume", run, str(line.overrides.get("output") or "outputs"))
+        saved = read_config(folder, _instead(line.overrides))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = [f"{group}={choice_of(getattr(saved, group))}" for group in GROUPS if group not in line.overrides]
         line = replace(line, typed=(*line.typed, *chosen), parsed=(*line.parsed, *parsed_settings(chosen)))
@@ -59,7 +60,7 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
         return RunRequest(*training(tree, given))
     model = "" if OmegaConf.select(tree, "model.name") == "custom" else "model=custom "
     folder, target = find_run("resume", run, str(tree.output)), OmegaConf.select(tree, TARGET)
-    saved = load(folder, target, lambda saved: model + naming(saved))
+    saved = load(folder, target, lambda saved: model + naming(saved), _instead(given))
     begun = [key for key in ("init_from", "init_head") if key in given and tree.resume == GO_ON]
     for key in ("init_from", "init_head"):
         if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):
@@ -68,6 +69,11 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # values chosen at the run's first start are kept
     auto = tuple(key for key in auto if key not in AUTO_BATCH)
     return RunRequest(resumed(saved, tree, [key for key in given if key not in kept], auto), auto)
+
+
+def _instead(given: Mapping[str, object]) -> dict[str, object]:
+    """The typed settings, which replace those of the resumed run; another K replaces its balance, too."""
+    return ({"partition.balance": None} if "partitions" in given else {}) | dict(given)
 
 
 def _to_go_on_with(resume: object, run_folder: object) -> str | None:

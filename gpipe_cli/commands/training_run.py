@@ -12,7 +12,7 @@ from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare, refuse_unfit
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, read_config
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, instead_of, read_config
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
@@ -63,8 +63,9 @@ def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guid
         if may_be_complete and (progress := progress_if_complete(request.config, folder)) is not None:
             find_source(request.config)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
-            complete_result(folder, config, progress)
-            done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
+            evaluate_by = complete_result(folder, config, progress)
+            rest = f"score the test set by  {evaluate_by}" if evaluate_by else "nothing is left to do"
+            done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; {rest}"
             show_text(Console(), f"{folder}: {done}")
             return 0
         try:
@@ -175,7 +176,7 @@ def find_source(config: TrainConfig) -> Path | None:
     """The checkpoint that a training resumes from, or takes weights from; None if it begins anew. Raises InputError,
     in a single line, if it does not fit the run."""
     if config.resume is not None:
-        saved = read_config(Path(config.resume))
+        saved = read_config(Path(config.resume), instead_of(config))
         refuse_other_optimizer(config, saved)
         checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told

@@ -7,7 +7,7 @@ dataclasses at once, so that no later code has to check whether a key exists. Th
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Flag, auto
 from functools import cache
@@ -507,6 +507,11 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
+def instead_of(config: TrainConfig) -> dict[str, Any]:
+    """The settings by dotted keys, to be taken where `read_config` finds no valid ones in the file of another run."""
+    return dict(flattened(asdict(config)))
+
+
 def plain_values(tree: DictConfig) -> dict[str, Any]:
     """A tree as plain values, with interpolations such as `${oc.env:HOME}` as the texts that they are written as."""
     values: Any = OmegaConf.to_container(tree)
@@ -545,19 +550,50 @@ def _why_unreadable(error: Exception) -> str:
     return with_type(error)
 
 
-def read_config(path: Path) -> TrainConfig:
+def flattened(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested settings; empty groups, and those whose keys are in `whole`, stay values."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in whole:
+            yield from flattened(value, f"{key}.", whole)
+        else:
+            yield key, value
+
+
+def set_value(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value of a dotted key in nested settings; groups that are missing are added."""
+    *groups_above, name = key.split(".")
+    for group in groups_above:
+        values[group] = values[group] if isinstance(values.get(group), dict) else {}
+        values = values[group]
+    values[name] = value
+
+
+def read_config(path: Path, instead: Mapping[str, Any] | None = None) -> TrainConfig:
     """Reads what `to_yaml` wrote, to be looked at: what is to be run is read by `load`. `path` is the file, or the run
-    folder that holds it as `config.yaml`. Raises InputError if the file is missing, is not YAML, or holds settings that
-    this version does not have.
+    folder that holds it as `config.yaml`. `instead`: dotted keys, with the values that are taken where an older version
+    wrote what this version does not take.
+
+    Raises InputError if the file is missing, is not YAML, or holds other settings that this version does not take.
 
     The file may come from elsewhere, so interpolations are not resolved: a resolver is any function of this process.
     """
     file = path / CONFIG if path.is_dir() else path
-    tree = load_yaml(file)
-    try:
-        return from_values(TrainConfig, plain_values(tree))
-    except InputError as error:
-        raise InputError(f"{file}: cannot be read as the configuration of a run: {error}") from error
+    values = plain_values(load_yaml(file))
+    refusals: dict[str, RefusedError] = {}
+    while True:
+        try:
+            return from_values(TrainConfig, values)
+        except RefusedError as error:
+            if error.key in (instead or {}) and error.key not in refusals:
+                refusals[error.key] = error
+                set_value(values, error.key, resolved((instead or {})[error.key]))
+                continue
+            first = refusals.get(error.key, error)
+            use = f"give another on the command line, {first.key}=..."
+            raise InputError(f"{file}: {first}; {use}") from error
+        except InputError as error:
+            raise InputError(f"{file}: cannot be read as the configuration of a run: {error}") from error
 
 
 def naming(*targets: str) -> str:
@@ -573,11 +609,16 @@ def target_of(config: TrainConfig) -> str | None:
     return config.model.target if isinstance(config.model, groups.CustomConfig) else None
 
 
-def load(path: Path, target: str | None = None, add: Callable[[str], str] = naming) -> TrainConfig:
+def load(
+    path: Path,
+    target: str | None = None,
+    add: Callable[[str], str] = naming,
+    instead: Mapping[str, Any] | None = None,
+) -> TrainConfig:
     """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, in place of the
-    run's own; `add`: what a caller has to add who has not. Raises InputError for what is `allowed` to no file, and for
-    a target if the run calls no function."""
-    config = read_config(path)
+    run's own; `add`: what a caller has to add who has not; `instead`: as of `read_config`. Raises InputError for what
+    is `allowed` to no file, and for a target if the run calls no function."""
+    config = read_config(path, instead)
     if (saved := target_of(config)) is not None:
         return allowed(config, target, path, add(saved))
     if target is not None:

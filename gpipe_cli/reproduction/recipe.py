@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.config.settings import key_of, load_recipe, owner
+from gpipe_cli.config.settings import flattened, key_of, load_recipe, owner
 from gpipe_cli.config.typed import RefusedError, show, typed
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.experiment import Experiment
 from gpipe_cli.reproduction.runner import FOLDER, Gpu, Runner, Scale, last_wins
-from gpipe_cli.results.files import flattened
 from gpipe_cli.system.machine import cpu_model, usable_cores
 from gpipe_cli.units import plural, size
 

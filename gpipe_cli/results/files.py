@@ -5,7 +5,7 @@ The file is written atomically: a reader finds complete JSON while the run goes 
 
 import json
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,6 @@ def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise InputError(f"{path}: must be a JSON object, is {type(result).__name__}; run again into a new folder")
     return result
-
-
-def flattened(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested settings; empty groups, and those whose keys are in `whole`, stay values."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in whole:
-            yield from flattened(value, f"{key}.", whole)
-        else:
-            yield key, value
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from image_files import write_images
 from training_runs import NAMED, SMALL, command
 
-from gpipe_cli.results.files import read_result
+from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import read_run_result
 from gpipe_cli.training.checkpoint.files import checkpoints_in, read_index
 
@@ -41,6 +41,21 @@ def test_the_validation_set_chooses_and_the_test_set_is_scored_once(
     assert (resumed.validation, resumed.test) == (whole.validation, whole.test)
     assert command("compare", f"{tmp_path}", "format=csv") == 0
     assert "validation_top1" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_before_the_test_set_was_scored_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [*RUN, "executor=in_process", "resume=auto", f"run_folder={tmp_path / 'run'}"]
+    assert command("train", *run) == 0
+    result = read_result(tmp_path / "run")
+    write_result(tmp_path / "run", result | {"status": "running", "test": None})
+    capsys.readouterr()
+    assert command("train", *run) == 0
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "complete" in line)
+    evaluate = said.partition("score the test set by  gpipe ")[2]
+    assert command(*evaluate.split()) == 0
+    assert read_result(tmp_path / "run", "evaluate.json")["loss"] == result["test"]["loss"]
 
 
 def test_without_one_the_test_set_has_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ import timm
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from training_runs import NAMED, TINY, command, configure, spec_of
+from training_runs import NAMED, SMALL, TINY, command, configure, spec_of
 
+from gpipe_cli import load
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.text import open_text
 from gpipe_cli.distributed.rendezvous import Decision
@@ -150,6 +151,27 @@ def test_a_run_that_kept_no_names_says_so(colours: Path, tmp_path: Path, capsys:
     assert "classes      that run kept no names" in capsys.readouterr().out
     assert command("evaluate", f"run={resumed}", NAMED, "checkpoint=last") == 0
     assert "kept no names" not in capsys.readouterr().out
+
+
+def test_what_is_typed_takes_the_place_of_what_an_older_version_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern of Megatron's as partition.balance: evaluate, resume and export refused it, whatever was typed."""
+    run = tmp_path / "run"
+    assert command("train", *SMALL, "executor=in_process", "max_steps=1", f"run_folder={run}") == 0
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("  balance: null\n", "  balance: E t*2|t*2 L\n"))
+    assert command("evaluate", f"run={run}", NAMED) == 0, "any cut evaluates it"
+    assert command("export", f"run={run}", NAMED) == 0
+    assert len(load(run, target="custom_models:small")) == 8
+    resume = [f"resume={run}", NAMED, "max_steps=2"]
+    capsys.readouterr()
+    assert command("train", *resume, f"run_folder={tmp_path / 'no'}") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{run / 'config.yaml'}: partition.balance=E t*2|t*2 L: " in said
+    assert said.endswith("give another on the command line, partition.balance=...")
+    for number, typed in enumerate(("partitions=3", "partition.balance=[4,4]", "partition.balance=null")):
+        assert command("train", *resume, typed, f"run_folder={tmp_path / str(number)}") == 0
 
 
 def test_a_vocabulary_that_is_gone_is_not_learned_again(

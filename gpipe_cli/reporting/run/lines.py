@@ -126,11 +126,11 @@ def log(text: str) -> None:
         current.add(text)
 
 
-def resuming(command: str, folder: Path, targets: Iterable[str | None]) -> str:
-    """The command that goes on with the run or the sweep in `folder`; `targets`: the functions that its runs call, if
-    they do, and that have to be named again."""
+def resuming(command: str, folder: Path, targets: Iterable[str | None], key: str = "resume") -> str:
+    """The command that takes the run or the sweep in `folder` by the setting `key`; `targets`: the functions that its
+    runs call, if they do, and that have to be named again."""
     again = dict.fromkeys(filter(None, targets))
-    return " ".join([f"gpipe {command}", override("resume", str(folder)), *([naming(*again)] if again else [])])
+    return " ".join([f"gpipe {command}", override(key, str(folder)), *([naming(*again)] if again else [])])
 
 
 def override(key: str, value: str) -> str:

@@ -386,15 +386,18 @@ def _starts(folder: Path, run: RunDescription) -> tuple[Start, ...]:
     return (*earlier, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model)))
 
 
-def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> None:
-    """Completes result.json of a run that was killed between its last checkpoint and its end: status and scores."""
+def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> str:
+    """Completes result.json of a run that was killed between its last checkpoint and its end: status and scores.
+    Returns the command that scores the test set, "" if it has been scored."""
     result = run_result_or_none(folder)  # None also if it cannot be read
-    if result is None or result.status == "completed":
-        return
-    with suppress(OSError):
+    if result is not None and result.status != "completed":
         epochs = progress.step // progress.steps_per_epoch
         result = replace(result, status="completed", error=None, epochs=epochs, steps=progress.step)
-        write_run(folder, _with_evaluations(result, config, progress.test, progress.best))
+        with suppress(OSError):
+            write_run(folder, _with_evaluations(result, config, progress.test, progress.best))
+    if config.dataset.validation is None or (result is not None and result.test is not None):
+        return ""
+    return resuming("evaluate", folder, [target_of(config)], key="run")
 
 
 def _with_evaluations(result: RunResult, config: TrainConfig, last: Tested | None, best: Tested | None) -> RunResult:

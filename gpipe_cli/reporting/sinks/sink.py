@@ -15,10 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from gpipe_cli.config.settings import Logger, TrainConfig
+from gpipe_cli.config.settings import Logger, TrainConfig, flattened
 from gpipe_cli.config.typed import RefusedError, choices, settings, show
 from gpipe_cli.reporting.run.description import RunDescription
-from gpipe_cli.results.files import flattened
 from gpipe_cli.system.files import read_json, write_whole
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.config.groups import model_name
-from gpipe_cli.config.settings import SAMPLE_WORDS
+from gpipe_cli.config.settings import SAMPLE_WORDS, flattened
 from gpipe_cli.config.typed import show
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
@@ -21,7 +21,7 @@ from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
 from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
-from gpipe_cli.results.files import flattened, write_result
+from gpipe_cli.results.files import write_result
 from gpipe_cli.units import count, duration, memory_unit, operations, percent, plural, rate, rounded, size
 
 MOST_ROWS = 40  # a table with more rows shows only the first and the last rows

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.config.settings import Decides, not_deciding
+from gpipe_cli.config.settings import Decides, flattened, not_deciding
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
@@ -27,7 +27,7 @@ from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
 from gpipe_cli.results.bench import BENCH, BenchRow, BenchTable
-from gpipe_cli.results.files import flattened, write_result
+from gpipe_cli.results.files import write_result
 from gpipe_cli.results.measures import MEASURES, Measure, chosen
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.files import write_whole

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
 from gpipe_cli.config.groups import TEXTS, ImagesConfig, TextConfig, choice_of
-from gpipe_cli.config.settings import TrainConfig, read_config
+from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
 from gpipe_cli.config.typed import RefusedError, show
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
@@ -53,7 +53,8 @@ class CheckpointMatch:
         saved_shapes = {name.removeprefix("model/"): heads[name][1] for name in saved_names}
         for name in other_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
             saved_shapes.pop(name, None)
-        return cls(f"{setting}={run}", checkpoint, config, read_config(run), index, heads, shapes, saved_shapes)
+        source = read_config(run, instead_of(config))
+        return cls(f"{setting}={run}", checkpoint, config, source, index, heads, shapes, saved_shapes)
 
     def refuse_other_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
         """Refuse the checkpoint if layers or tensors are only in the model, or only in the checkpoint."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model, real_model
-from gpipe_cli.config.settings import TrainConfig, find_run, load
+from gpipe_cli.config.settings import ONE_DEVICE, TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
@@ -20,7 +20,8 @@ def load_run(run: str, averaged: bool | None, which: str, target: str | None) ->
     if which not in ("best", "last"):
         raise RefusedError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
     folder = find_run("run_folder", run, "outputs")
-    config = load(folder, target, lambda saved: f"target={saved!r} to the call")
+    uncut = {**ONE_DEVICE, "partition.balance": None}
+    config = load(folder, target, lambda saved: f"target={saved!r} to the call", uncut)
     if averaged and not config.ema_decay:
         raise RefusedError("averaged", True, "the run kept no average of its weights, as ema_decay=0; leave it out")
     if averaged is False:
