@@ -509,7 +509,7 @@ def to_yaml(config: TrainConfig) -> str:
 
 def instead_of(config: TrainConfig) -> dict[str, Any]:
     """The settings by dotted keys, to be taken where `read_config` finds no valid ones in the file of another run."""
-    return dict(flattened(asdict(config)))
+    return dict(flattened(plain_values(OmegaConf.create(asdict(config)))))
 
 
 def plain_values(tree: DictConfig) -> dict[str, Any]:
