@@ -16,8 +16,7 @@ from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import override
-from gpipe_cli.reporting.tables.sweep import CSV
-from gpipe_cli.results.bench import BENCH
+from gpipe_cli.results.bench import BENCH, CSV
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import run_result_or_none
 

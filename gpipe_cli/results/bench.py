@@ -6,6 +6,7 @@ from typing import Any
 from gpipe_cli.results.tree import TEXT, to_tree
 
 BENCH = "bench.json"
+CSV = "bench.csv"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from training_runs import SMALL, command
+from training_runs import NAMED, SMALL, command
 
 from gpipe_cli.results.files import as_json
 from gpipe_cli.results.run import read_run_result, write_run
@@ -41,7 +41,7 @@ def test_an_older_run_is_resumed_and_exported() -> None:
     Path("run/result.json").write_text(json.dumps(json.loads(OLDER) | {"config": written["config"]}), encoding="utf-8")
     assert command("train", *short, "max_steps=2", "resume=run", "run_folder=further") == 0
     assert read_run_result(Path("further")).steps == 2
-    assert command("export", "run=run") == 0
+    assert command("export", "run=run", NAMED) == 0
     assert Path("run/model.safetensors").exists()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from training_runs import (
+    NAMED,
     SMALL,
     TINY,
     children,
@@ -211,7 +212,7 @@ def test_what_one_worker_of_two_refuses_is_one_line(tmp_path: Path, capsys: pyte
 def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = SMALL
     train_here(configure(*settings, "partitions=1", "executor=in_process", "epochs=1"), tmp_path / "done")
-    assert command("train", "resume=done", "partitions=2") == 2
+    assert command("train", "resume=done", NAMED, "partitions=2") == 2
     refused_in_one_line(capsys, tmp_path, "resume=done: that run has done 3 steps, and epochs allows 3;")
     # a position in the data means something else with other mini-batches or another order
     source = find_source(configure("resume=done", *settings, "epochs=2"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import LIVELY_SMALL, SMALL, assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import LIVELY_SMALL, NAMED, SMALL, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli.data.batches import Catalogue, MiniBatches
 from gpipe_cli.data.micro_batches import micro_batch_sizes, share_of
@@ -37,7 +37,7 @@ def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path) -> None:
     interleaved = ["schedule=interleaved", "partitions=4", "stages_per_process=2"]
     run("begun", *SETTINGS, *interleaved, "max_steps=4")
     other_cut = ["partitions=3", "schedule=gpipe", "stages_per_process=null", "executor=in_process"]
-    assert_same_tensors(run("ended", f"resume={tmp_path / 'begun'}", *other_cut), whole)
+    assert_same_tensors(run("ended", f"resume={tmp_path / 'begun'}", NAMED, *other_cut), whole)
 
     alone = ["partitions=1", "max_steps=1", "replicas=1", "micro_batches=4", "executor=in_process"]
     train_here(configure(*SETTINGS, *alone), tmp_path / "one")
@@ -63,12 +63,12 @@ def test_replicas_without_samples(tmp_path: Path) -> None:
         f"dataset.cache={tmp_path / 'cache'}", "dataset.vocabulary=270", "model.layers=1", "model.width=8",
         "model.hidden=8", "model.heads=1", "model.length=16", "batch_size=null", "batch_tokens=5", "device=cpu",
     ]  # fmt: skip
-    for task, settings in (("images", images), ("translation", translation)):
+    for task, settings, named in (("images", images, [NAMED]), ("translation", translation, [])):
         pipeline = ["partitions=1", "micro_batches=1", "epochs=1", "replicas=3"]
         folder = tmp_path / task
         assert command("train", *settings, *pipeline, f"run_folder={folder}") == 0
         tested = read_result(folder)["test"]["loss"]
-        assert command("evaluate", f"run={folder}", "checkpoint=last", "partitions=1") == 0
+        assert command("evaluate", f"run={folder}", *named, "checkpoint=last", "partitions=1") == 0
         assert tested == pytest.approx(read_result(folder, "evaluate.json")["loss"], rel=1e-5)
 
 

@@ -26,14 +26,13 @@ from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
-from gpipe_cli.results.bench import BENCH, BenchRow, BenchTable
+from gpipe_cli.results.bench import BENCH, CSV, BenchRow, BenchTable
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.measures import MEASURES, Measure, chosen
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
 
-CSV = "bench.csv"
 SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
 _MEASURED = (
     "relative", "step_seconds", "bubble_measured", "memory_bytes_fullest", "activation_bytes_fullest",
