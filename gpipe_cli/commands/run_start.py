@@ -15,7 +15,7 @@ from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.groups import IMAGES, ImagesConfig, model_name
 from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun
+from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun, waiting_at_most
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import log, logging_to, show_line
 from gpipe_cli.reporting.tables.table import SYMBOLS
@@ -46,6 +46,7 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
     with (
         run_folder(config, started, request.auto, what, again=again) as folder,
         logging_to(folder if leads() else None),
+        waiting_at_most(config.timeout_seconds),
     ):
         log(f"$ {start.command}")
         if leads() and not sys.stdout.isatty():  # a terminal names it beside what is being done
@@ -83,4 +84,5 @@ def _earlier_folder(config: TrainConfig) -> Path | None:
     import_apart("gpipe_cli.distributed.rendezvous")  # torch comes with it
     from gpipe_cli.distributed.rendezvous import earlier_folder
 
-    return earlier_folder()
+    with waiting_at_most(config.timeout_seconds):
+        return earlier_folder()

@@ -15,7 +15,7 @@ from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, instead_of, read_config
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
-from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.distributed.torchrun import leads, torchrun, waiting_at_most
 from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Reason, Task
@@ -89,7 +89,8 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     training = for_evaluation(config)
     spec = make_pipeline_spec(training, started=torchrun())
     source = partial(fitting_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
-    decision = agree(lambda: Decision(folder, None, source()))
+    with waiting_at_most(training.timeout_seconds):
+        decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
     task = partial(evaluate_checkpoint, training, settings.decode, decision.source, spec)
     show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()

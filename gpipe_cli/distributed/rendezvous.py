@@ -7,6 +7,7 @@ this start's. (TORCHELASTIC_RESTART_COUNT does not help: each machine counts its
 
 import json
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -15,16 +16,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from threading import Thread
 
 import torch.distributed as dist
 
-from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, store_address, torchrun
+from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, store_address, torchrun, variables, wait_limit
+from gpipe_cli.system.phase import end_phase
 
 _FOLDER = "gpipe/run_folder"
 _START = "gpipe/start"
 _PATIENCE = timedelta(minutes=15)  # for the slowest process to import its libraries
 _STORE_PATIENCE = timedelta(minutes=1)  # for torchrun's own store, which exists before torchrun starts a process
 _POLL_SECONDS = 0.05
+_SAID_SECONDS = 5.0  # of waiting, after which a line says for whom
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,10 @@ def _send(started: Torchrun, decision: Decision) -> Decision:
     shared = store(hosts=not may_restart())
     start = uuid.uuid4().hex
     shared.set(_START, start)
+    began = time.monotonic()
     for other in range(1, started.processes):
         arrived = f"{start}/{other}"
-        _wait(partial(shared.check, [arrived]), f"process {other} of {started.processes}")
+        _wait(partial(shared.check, [arrived]), f"process {other} of {started.processes}", began=began)
         shared.set(f"{start}/{shared.get(arrived).decode()}", decided)
     return _read(decided, start)
 
@@ -107,13 +112,30 @@ def _read(decided: str | bytes, start: str) -> Decision:
     return Decision(Path(folder), resume, None if source is None else Path(source), complete, start)
 
 
-def _wait(is_done: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE) -> None:
-    """Poll until `is_done()` is true: signals can interrupt it, unlike the store's own wait. Raises TimeoutError."""
-    deadline = time.monotonic() + patience.total_seconds()
+def _wait(is_done: Callable[[], bool], whom: str, most: timedelta = timedelta.max, began: float | None = None) -> None:
+    """Poll until `is_done()` is true: signals can interrupt it, unlike the store's own wait. A line names a long wait.
+    `began`: when it has begun, by time.monotonic(); None: now. Raises TimeoutError."""
+    limit = min(most, _patience()).total_seconds()
+    began = time.monotonic() if began is None else began
+    said_at = time.monotonic() + _SAID_SECONDS
+    unset = f"{' '.join(variables())}: if nothing has started these processes together, unset them"
     while not is_done():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"torchrun: no answer from {whom} within {patience}")
+        if time.monotonic() > began + limit:
+            raise TimeoutError(f"torchrun: no answer from {whom} within {limit:g} s; {unset}")
+        if time.monotonic() > said_at:
+            said_at = float("inf")
+            setting = "" if wait_limit() is None else " (timeout_seconds)"
+            end_phase()
+            with suppress(OSError):
+                sys.stderr.write(f"waiting for {whom}, at most {limit:g} s{setting}; {unset}\n")
+                sys.stderr.flush()
         time.sleep(_POLL_SECONDS)
+
+
+def _patience() -> timedelta:
+    """How long to wait for another process."""
+    seconds = wait_limit()
+    return _PATIENCE if seconds is None else timedelta(seconds=seconds)
 
 
 @cache
@@ -122,14 +144,28 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
 
     Raises ConnectionError or TimeoutError, in a single line, if there is no store.
     """
-    address, port = store_address()
-    if not hosts:  # the store's own wait for its host is in C++, which no signal interrupts
-        whom, patience = ("its store", _STORE_PATIENCE) if may_restart() else ("process 0", _PATIENCE)
-        _wait(partial(_listens, address, port), whom, patience)
-    try:
-        return dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE)
-    except dist.DistError as error:
-        raise ConnectionError(f"MASTER_ADDR={address}, MASTER_PORT={port}: there is no store ({error})") from error
+    named, port = store_address()
+    address = "localhost" if hosts else named  # it listens at all addresses, and the name may lead elsewhere
+    whom, most = ("its store", _STORE_PATIENCE) if may_restart() else ("process 0", timedelta.max)
+    made: list[dist.TCPStore | dist.DistError] = []
+    patience = _patience()
+
+    def make() -> None:
+        try:
+            made.append(dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=patience))
+        except dist.DistError as error:
+            made.append(error)
+
+    if not hosts:
+        _wait(partial(_listens, address, port), whom, most)
+    # in a thread: in C++ it waits for ever for what listens there and is no store, and no signal interrupts it
+    Thread(target=make, daemon=True).start()
+    _wait(lambda: bool(made), whom, most)
+    (shared,) = made
+    if isinstance(shared, dist.DistError):
+        reason = str(shared).partition("\n")[0]
+        raise ConnectionError(f"MASTER_ADDR={named}, MASTER_PORT={port}: there is no store ({reason})") from shared
+    return shared
 
 
 def _listens(address: str, port: int) -> bool:

@@ -2,12 +2,17 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from gpipe_cli.config.typed import shortened
 from gpipe_cli.errors import InputError
 
 _MOST_PROCESSES = 10_000  # the most processes of a run, each with a partition
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_WAIT_LIMIT: ContextVar[float | None] = ContextVar("wait_limit", default=None)
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,27 @@ def torchrun() -> Torchrun | None:
     local_processes = _number("LOCAL_WORLD_SIZE", 1, processes, processes)
     local_rank = _number("LOCAL_RANK", 0, local_processes - 1, rank % local_processes)
     return Torchrun(rank, processes, local_processes, local_rank)
+
+
+def variables() -> list[str]:
+    """The variables that are set, as NAME=VALUE."""
+    return [f"{name}={shortened(os.environ[name])}" for name in _VARIABLES if name in os.environ]
+
+
+@contextmanager
+def waiting_at_most(seconds: float) -> Iterator[None]:
+    """Inside, this process waits no longer for the others, which may not exist: another program may have left the
+    variables."""
+    before = _WAIT_LIMIT.set(seconds)
+    try:
+        yield
+    finally:
+        _WAIT_LIMIT.reset(before)
+
+
+def wait_limit() -> float | None:
+    """How many seconds this process waits for others; None: nothing has been set."""
+    return _WAIT_LIMIT.get()
 
 
 def refuse_torchrun(why: str) -> None:

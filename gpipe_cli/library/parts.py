@@ -15,7 +15,7 @@ from gpipe_cli.config.typed import Count, RefusedError, with_type
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
 from gpipe_cli.distributed.rendezvous import Decision, agree
-from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.distributed.torchrun import Torchrun, waiting_at_most
 from gpipe_cli.models.custom import fault_of
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
 from gpipe_cli.planner.cut import balanced
@@ -87,7 +87,8 @@ def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes that torchrun has started. A process group that the program has already made is used."""
     process = 0 if layout.started is None else layout.started.rank
     connected = layout.started is None or is_connected()
-    start = "" if connected else agree(lambda: Decision(Path.cwd(), None, None)).start
+    with waiting_at_most(_TIMEOUT_SECONDS):
+        start = "" if connected else agree(lambda: Decision(Path.cwd(), None, None)).start
     devices = [*map(torch.device, layout.devices_of(process))]
     return connect_processes(
         process, layout.process_of_stage, layout.replicas, devices, start, _TIMEOUT_SECONDS, nullcontext, here=False

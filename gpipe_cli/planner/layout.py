@@ -323,7 +323,8 @@ def _torchruns_processes(settings: PipelineSettings, rows: int, started: Torchru
     if started.processes > partitions * replicas:
         raise InputError(
             f"partitions={partitions}: {cause}, and each needs a stage; use "
-            f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}"
+            f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}; "
+            "where another program has left RANK and WORLD_SIZE, unset them"
         )
     processes = started.processes // replicas
     if per_process is not None and processes != rows:

@@ -1,11 +1,16 @@
 """The variables that torchrun gives the processes that it starts."""
 
+import re
 import signal
+import socket
+from collections.abc import Iterator
 
 import pytest
+from training_runs import SMALL, command
 
+from gpipe_cli.distributed import rendezvous
 from gpipe_cli.distributed.rendezvous import store
-from gpipe_cli.distributed.torchrun import Torchrun, torchrun
+from gpipe_cli.distributed.torchrun import Torchrun, torchrun, waiting_at_most
 
 
 def test_the_processes_of_torchrun_know_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +32,47 @@ def test_waiting_for_process_0_can_be_interrupted(monkeypatch: pytest.MonkeyPatc
             store()
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def left_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The variables of another program, in two processes; a line names a wait at once."""
+    store.cache_clear()
+    monkeypatch.setattr(rendezvous, "_SAID_SECONDS", 0)
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    yield port
+    store.cache_clear()
+
+
+@pytest.mark.parametrize(("rank", "whom"), [("0", "process 1 of 2"), ("1", "process 0")])
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_variables_that_another_program_has_left_are_named(
+    name: str, rank: str, whom: str, left_over: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For 15 minutes nothing was printed, and nothing happened: no process comes."""
+    settings = [*SMALL, "partitions=2", "executor=distributed", "hardware=cpu", "max_steps=1"]
+    if name == "evaluate":
+        with monkeypatch.context() as patch:
+            patch.delenv("WORLD_SIZE")
+            assert command("train", *settings, "run_folder=run") == 0
+        settings = ["run=run", "model.target=custom_models:small"]
+    monkeypatch.setenv("RANK", rank)
+    capfd.readouterr()
+    assert command(name, *settings, "timeout_seconds=0.5") == 1
+    variables = f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT={left_over}: .* unset them"
+    said = capfd.readouterr().err
+    assert re.search(rf"^waiting for {whom}, at most 0\.5 s \(timeout_seconds\); {variables}$", said, re.MULTILINE)
+    assert re.search(rf"^gpipe {name}: .*no answer from {whom} within 0\.5 s; {variables}$", said, re.MULTILINE)
+
+
+def test_what_listens_and_is_no_store_is_not_waited_for_long(left_over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's store waits for an answer without end, in C++. Process 0 cannot begin a store there."""
+    with socket.create_server(("localhost", int(left_over))), waiting_at_most(0.5):
+        with pytest.raises(TimeoutError, match=r"no answer from process 0 within 0\.5 s"):
+            store()
+        with pytest.raises(ConnectionError, match=f"MASTER_PORT={left_over}: there is no store") as caught:
+            store(hosts=True)
+    assert "\n" not in str(caught.value)
