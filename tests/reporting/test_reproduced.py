@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gpipe_cli.reporting.reproduced.page import write_report
 from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
 from gpipe_cli.reporting.reproduced.verdict import Verdict, verdicts
 from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
@@ -71,6 +72,14 @@ def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_qu
     assert list(verdicts(SIZES)) == [agrees]
     fits = [Column("", cells=["Naive-1"]), Column("fits", "paper", ["yes"]), Column("fits", "planned", ["no"])]
     assert [one.words for one in verdicts(Table("", fits))] == ["differs in 1 of 1 row, most in Naive-1: no for yes"]
+
+
+def test_the_page_has_names_as_text(tmp_path: Path) -> None:
+    """Of a recipe of the user's own, too."""
+    write_report(tmp_path, [replace(FOUND, name='<i>"name', scale="<i>scale")], {})
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<i>" not in page
+    assert 'id="&lt;i&gt;&quot;name"' in page
 
 
 def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:

@@ -56,7 +56,8 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
     for reproduction in reproductions:
         for row in claims(reproduction):
             rows.append(row)
-            links.append(f'<a href="#{reproduction.name}">{reproduction.name}</a>')
+            name = escape(reproduction.name)
+            links.append(f'<a href="#{name}">{name}</a>')
     table = Table.of_rows("claims", CLAIMS, rows)
     yield f'<section><h2>Claims</h2><div class="wide claims">{to_html(table, links=links)}</div>'
     yield "</section>"
@@ -88,10 +89,11 @@ def _section(reproduction: Reproduction, folder: Path) -> Iterator[str]:
     from gpipe_cli.reporting.plots.picture import png  # not at the top, as matplotlib takes half a second
     from gpipe_cli.reporting.reproduced.chart import charts, draw
 
-    yield f'<section id="{reproduction.name}" class="recipe"><h2>{escape(reproduction.title)}</h2>'
+    name = escape(reproduction.name)
+    yield f'<section id="{name}" class="recipe"><h2>{escape(reproduction.title)}</h2>'
     yield f'<p class="claim">{escape(reproduction.claim)}.</p>'
     source = escape(reproduction.source)
-    yield f'<p class="pale"><code>{reproduction.name}</code>, {source}; scale {reproduction.scale}, '
+    yield f'<p class="pale"><code>{name}</code>, {source}; scale {escape(reproduction.scale)}, '
     yield f"{duration(reproduction.seconds)} on {escape(reproduction.machine)}</p>"
     for table in reproduction.tables:
         yield f'<h3>{escape(table.title)}</h3><div class="wide">{to_html(table)}</div>'

@@ -36,9 +36,11 @@ _KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder th
 
 class Dashboard:
     """Turns what happens in a run into curves, texts and pictures for its sinks. If a sink fails, `failed` is called
-    with the error, and the others still receive everything. A dry run has no remote sinks."""
+    with its name and the error, and the others still receive everything. A dry run has no remote sinks."""
 
-    def __init__(self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[OSError], None]) -> None:
+    def __init__(
+        self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[str, OSError], None]
+    ) -> None:
         self._folder, self._run, self._failed = folder, run, failed
         self._prediction = result.prediction
         config = run.config
@@ -135,7 +137,7 @@ class Dashboard:
                     error = OSError(f"logger={name}: {with_type(error)}")
                 elif not isinstance(error, OSError):
                     raise
-                self._failed(error)
+                self._failed(name, error)
 
 
 def _facts(folder: Path, result: RunResult) -> dict[str, str]:

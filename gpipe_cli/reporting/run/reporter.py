@@ -91,7 +91,7 @@ class Reporter:
         self._drawing = Drawing(run, self.timeline)
         self._pictures: list[StepPicture] = []
         self._console = RunConsole(self._shown or Console(), run)
-        self._incomplete = False  # whether optional output could not be written
+        self._unwritten_before: set[tuple[str, int | None]] = set()  # optional outputs, and the numbers of their errors
         result = self._measured()
         write_run(folder, result)
         self._dashboard = Dashboard(folder, run, result, self._unwritten)
@@ -173,13 +173,13 @@ class Reporter:
 
         others = [shown for shown in self._pictures if shown.epoch != picture.epoch]
         self._pictures = [*others, picture][-MOST_STEPS:]
-        with self._optional():
+        with self._optional("pictures"):
             self._write_page()
             write_picture(self._folder / "timeline.png", draw(picture.views))
             if self._run.config.logger:
                 self._dashboard.memory(self._result.steps, self._measured().memory)
                 self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
-        with self._optional():
+        with self._optional("pictures"):
             write_trace(self._folder, picture.views)
 
     def _write_page(self) -> None:
@@ -199,23 +199,23 @@ class Reporter:
         else:
             self._change(test=test, best=test if message.is_best else self._result.best)
         self._console.evaluated(message)
-        with self._optional():
+        with self._optional("result"):
             write_run(self._folder, self._measured())
         self._dashboard.evaluated(message)
 
     @contextmanager
-    def _optional(self) -> Iterator[None]:
+    def _optional(self, output: str) -> Iterator[None]:
         """Context for writing optional output: an OSError is shown as a warning, not raised."""
         try:
             yield
         except OSError as error:
-            self._unwritten(error)
+            self._unwritten(output, error)
 
-    def _unwritten(self, error: OSError) -> None:
-        """Shows the first failure of optional output as a warning; the run goes on."""
-        if not self._incomplete:
+    def _unwritten(self, output: str, error: OSError) -> None:
+        """Shows that an optional output could not be written, once for each kind of error; the run continues."""
+        if (output, error.errno) not in self._unwritten_before:
             show_error(f"warning: {one_line(error)}; the run continues without this output")
-        self._incomplete = True
+        self._unwritten_before.add((output, error.errno))
 
     def break_off(self) -> None:
         """Ends this report, as the run restarts; another report follows."""
@@ -259,7 +259,7 @@ class Reporter:
         except OSError as failed:
             unwritten = failed
         if self._pictures:  # the page is written again, with the final share of contended time, as in the summary
-            with self._optional():
+            with self._optional("pictures"):
                 self._write_page()
         self._dashboard.end(result)
         self._console.stop()

@@ -5,15 +5,20 @@ rewrite the file, whole or not at all. A killed run therefore leaves a readable 
 """
 
 import csv
+import errno
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.lines import show_error
 from gpipe_cli.reporting.sinks.sink import Sink
 from gpipe_cli.system.files import naming, write_whole
+from gpipe_cli.units import plural
 
 NAME = "metrics.csv"
+_ROW = re.compile(rb"\d{1,18}(,([-+.\de]*|-?(nan|inf)))*\r?\n")
 
 
 class Writer(Sink):
@@ -29,11 +34,9 @@ class Writer(Sink):
         self._size = 0  # size of the file in bytes
         self._last = run.first_step  # the last step of the file
         with naming(self._path):
-            if not run.first_step:
-                self._path.unlink(missing_ok=True)
-            elif self._path.exists():
-                with self._path.open(newline="", encoding="utf-8") as file:
-                    self._tags = next(csv.reader(file), [""])[1:]
+            if self._path.exists():
+                if run.first_step:
+                    self._read_tags()
                 self._write_anew()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -64,17 +67,39 @@ class Writer(Sink):
         self._columns = len(self._tags)
         self._size = self._path.stat().st_size
 
+    def _read_tags(self) -> None:
+        """Take the columns of the file; a line tells how many rows are left out. Raises OSError if there are none."""
+        with self._path.open("rb") as file:
+            head = file.readline().decode(errors="replace")
+            lines = sum(line.endswith(b"\n") for line in file)
+        try:
+            step, *self._tags = next(csv.reader([head]), [""])
+        except csv.Error:
+            step = ""
+        if step != "step":
+            raise OSError(errno.EINVAL, "its first line names no columns; move it away")
+        self._columns = len(self._tags)
+        if damaged := lines - sum(1 for _ in self._written()):
+            show_error(f"warning: {self._path}: {plural(damaged, 'damaged line')} left out")
+
+    def _written(self) -> Iterator[tuple[int, dict[str, str]]]:
+        """Step and values of each row in the file, without the last if it is incomplete, and without what can be no
+        row: a power failure may leave zeros in place of what was written last."""
+        with self._path.open("rb") as file:
+            file.readline()
+            for line in file:
+                if _ROW.fullmatch(line) and line.count(b",") == self._columns:
+                    step, *values = line.decode().strip().split(",")
+                    yield int(step), dict(zip(self._tags, values, strict=False))
+
     def _merged(self) -> Iterator[bytes]:
         """The lines of the file up to step `_last`, merged with the values not yet written."""
         yield _line(["step", *self._tags])
         written_steps = set()
-        if self._path.exists():
-            with self._path.open(newline="", encoding="utf-8") as file:
-                whole = (line for line in file if line.endswith("\n"))  # the last line may be incomplete
-                for row in csv.DictReader(whole):
-                    if (step := int(row["step"])) <= self._last:
-                        written_steps.add(step)
-                        yield self._line(step, row)
+        for step, row in self._written() if self._path.exists() else ():
+            if step <= self._last:
+                written_steps.add(step)
+                yield self._line(step, row)
         yield from (self._line(step, {}) for step in sorted(self._rows.keys() - written_steps))
 
     def _line(self, step: int, row: Mapping[str, str] = {}) -> bytes:

@@ -79,6 +79,53 @@ def test_metrics_csv_has_what_the_events_have_and_what_a_resumed_run_repeats_onc
         assert [(int(row["step"]), np.float32(row[tag])) for row in rows if row[tag]] == expected, tag
 
 
+def test_a_damaged_metrics_csv_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A power failure left zeros in it: the run could not be resumed. What can be no row is left out; a file without
+    its columns is left as it is."""
+    report(tmp_path, "logger=[csv]", end=False)
+    file = tmp_path / "metrics.csv"
+    head, *rows = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([head, rows[0], b"x,1\n", bytes(200_000), b"\n", rows[1], b"\xff", rows[2]]))
+    report(tmp_path, "logger=[csv]", first_step=3)
+    assert capsys.readouterr().err == f"warning: {file}: 3 damaged lines left out\n"
+    steps = [line.partition(b",")[0] for line in file.read_bytes().splitlines()]
+    assert steps == [b"step", b"1", b"2", b"4", b"5", b"6", b"7"]
+    damaged = bytes(len(head) - 1) + file.read_bytes()[len(head) - 1 :]
+    file.write_bytes(damaged)
+    report(tmp_path, "logger=[csv]", first_step=4)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {file}: its first line names no columns; move it away; ")
+    assert file.read_bytes() == damaged
+    assert read_result(tmp_path)["status"] == "completed"
+
+
+def test_each_output_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once for each kind of error: after the first, of a picture, no other was ever named."""
+    reporter, _ = reporter_in(tmp_path, "logger=[csv]", plan=plan())
+    (tmp_path / "pipeline.html").mkdir()
+    for number in (1, 2):
+        reporter.on_message(step(number))
+        reporter.timeline(StepPicture(1, number, (timeline(),)))
+    reporter.on_message(evaluation(2))
+    (tmp_path / "metrics.csv").unlink()
+    (tmp_path / "metrics.csv").mkdir()
+    for number in (3, 4):
+        reporter.on_message(step(number))
+        reporter.on_message(evaluation(number))
+    (tmp_path / "pipeline.html").rmdir()
+    (tmp_path / "pipeline.html").symlink_to("elsewhere")
+    reporter.timeline(StepPicture(1, 4, (timeline(),)))
+    named = [line.split(": ")[1:3] for line in capsys.readouterr().err.splitlines()]
+    assert named == [
+        [f"{tmp_path}/pipeline.html", "Is a directory; the run continues without this output"],
+        [f"{tmp_path}/metrics.csv", "Is a directory; the run continues without this output"],
+        [
+            f"{tmp_path}/pipeline.html",
+            "is a link, and nothing is written through it; the run continues without this output",
+        ],
+    ]
+
+
 def test_a_server_that_is_not_there_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
