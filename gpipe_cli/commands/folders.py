@@ -11,15 +11,16 @@ from gpipe_cli.config.settings import CONFIG, TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.page.page import PAGE
-from gpipe_cli.reporting.plots.chrome_trace import TRACE
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.system.files import FolderInUseError, FolderLock, contents, remove_partial_files
 
 # files that a run writes before its configuration
 _BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "tokenizer", "failure.txt"}
-_AFTER_CONFIG = (CONFIG, RESULT, LOG, PAGE, TRACE, "timeline.png", "metrics.csv", "loggers.json", "*tfevents*", "wandb")
+_AFTER_CONFIG = (  # and what it writes then, as patterns
+    CONFIG, RESULT, LOG, "pipeline.html", "timeline.png", "timeline_trace.json", "metrics.csv", "loggers.json",
+    "*tfevents*", "wandb",
+)  # fmt: skip
 ENDING_SECONDS = 6.0  # from the kill of a run, or of its sweep, until the run has ended at the latest
 
 

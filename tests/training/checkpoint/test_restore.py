@@ -86,7 +86,7 @@ def test_a_process_hashes_each_file_once(two: Path, monkeypatch: pytest.MonkeyPa
     fine_tune(pipeline_of(configure(*SETTINGS, "partitions=4", f"init_from={two}")), source(f"init_from={two}"))
     assert sorted(hashed) == sorted(2 * every)
     hashed.clear()
-    gpipe_cli.load(str(two))
+    gpipe_cli.load(str(two), target="custom_models:small")
     assert sorted(hashed) == every
 
 
