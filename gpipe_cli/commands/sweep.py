@@ -102,7 +102,7 @@ class Sweep:
         trees = Trees(line, TRAINING_KEYS)
         whole = trees.whole(line.fixed)
         jobs = combinations(line, whole.hydra.sweeper.params)
-        self._folder.choose(Path(whole.hydra.sweep.dir))
+        self._folder.choose(self._folder.path or Path(whole.hydra.sweep.dir))
         begins = not self._folder.resumes
         requests = [self._request(trees, job) for job in jobs]
         if not begins:
