@@ -57,6 +57,7 @@ TEXT_TASKS: tuple[Task, ...] = ("language_model", "translation")
 SAMPLE_WORDS: dict[Task, str] = {
     "classification": "sample", "segmentation": "sample", "language_model": "sequence", "translation": "sentence",
 }  # fmt: skip
+SplitName = Literal["training", "test", "validation"]
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
 Logger = Literal["tensorboard", "mlflow", "wandb", "csv"]

@@ -5,15 +5,15 @@ The paper does not say on what its checkpoints were chosen. Chosen on the test s
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from gpipe_cli.config.settings import SplitName
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import seed_of
 
-SplitName = Literal["training", "test", "validation"]
 T = TypeVar("T")
 U = TypeVar("U")
 

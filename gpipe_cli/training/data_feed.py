@@ -13,7 +13,7 @@ import torch
 
 from gpipe_cli.assembly.build import find_data, open_data, pretrained_classes
 from gpipe_cli.config.groups import IMAGES, TEXTS, HuggingFaceConfig, TextConfig
-from gpipe_cli.config.settings import AUTO_BATCH, TrainConfig
+from gpipe_cli.config.settings import AUTO_BATCH, SplitName, TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split, TrainedOn
 from gpipe_cli.data.cache import digest_of
@@ -25,7 +25,7 @@ from gpipe_cli.data.micro_batches import Share
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.readers import Files
-from gpipe_cli.data.splits import OWN_VALIDATION, SplitName, Splits, split_names
+from gpipe_cli.data.splits import OWN_VALIDATION, Splits, split_names
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, Vocabulary

@@ -3,7 +3,7 @@ except `TrainingStopped`, which every process sends."""
 
 from dataclasses import dataclass
 
-from gpipe_cli.data.splits import SplitName
+from gpipe_cli.config.settings import SplitName
 
 Notes = tuple[tuple[str, str], ...]  # lines of the banner: label, fact
 

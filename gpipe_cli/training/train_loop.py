@@ -17,10 +17,10 @@ import torch
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import NO_TOTALS, Totals
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, choice_of
-from gpipe_cli.config.settings import DecodeConfig, TrainConfig, to_yaml
+from gpipe_cli.config.settings import DecodeConfig, SplitName, TrainConfig, to_yaml
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.splits import SplitName, Splits
+from gpipe_cli.data.splits import Splits
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError

@@ -206,13 +206,13 @@ def test_the_weights_that_a_run_began_with_may_be_gone(tmp_path: Path) -> None:
 def test_a_stage_in_the_middle_waits_while_text_is_prepared(text: Path, tmp_path: Path) -> None:
     """A vocabulary that takes longer to learn than `timeout_seconds` ended the run: stages without data gave up."""
     chance = random.Random(1)
-    lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(1_500))
+    lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(5_000))
     (text / "long.txt").write_text("\n".join(lines))
     places = [f"dataset.root={text}", f"dataset.cache={tmp_path / 'cache'}"]
     config = configure(*TEXT, *places, "partitions=3", "executor=distributed", "max_steps=1")
     spec = spec_of(config)
     task = partial(train, config, spec, Decision(tmp_path, None, None))  # the command would read the text first
-    assert run_task(task, spec, 0.3, lambda _: None) is None
+    assert run_task(task, spec, 1.0, lambda _: None) is None
 
 
 @pytest.mark.parametrize(
