@@ -212,7 +212,7 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(text: Path, tmp_path
     config = configure(*TEXT, *places, "partitions=3", "executor=distributed", "max_steps=1")
     spec = spec_of(config)
     task = partial(train, config, spec, Decision(tmp_path, None, None))  # the command would read the text first
-    assert run_task(task, spec, 1.0, lambda _: None) is None
+    assert run_task(task, spec, 3.0, lambda _: None) is None
 
 
 @pytest.mark.parametrize(
