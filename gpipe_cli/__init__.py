@@ -40,10 +40,10 @@ def load(
         model = load("outputs/my_run")
         logits = model(images)
 
-    Images have shape (N, 3, S, S), S the run's dataset.image_size; an 8-bit value v becomes (v / 255 - mean) /
-    deviation, as `gpipe export` prints them. Logits have shape (N, classes). Text is token ids of the run's
-    vocabulary.model or tokenizer/, (N, length), with logits (N, length, vocabulary); for translation a tuple (source,
-    target so far).
+    Images have shape (N, 3, S, S), S the run's dataset.image_size; an 8-bit value v becomes (v / 255 - mean) / std by
+    its dataset.mean and dataset.std, which `gpipe export` prints. Logits have shape (N, classes). Text is token ids of
+    the run's vocabulary.model or tokenizer/, (N, length), with logits (N, length, vocabulary); for translation a tuple
+    (source, target so far).
 
     Args:
         run_folder: the folder of a `gpipe train` run, trained with any K, M and devices.

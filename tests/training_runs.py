@@ -16,9 +16,9 @@ import torch
 from omegaconf import DictConfig
 
 from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import TRAINING_KEYS, Trees
+from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
 from gpipe_cli.commands.training_run import find_source
-from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
+from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
@@ -66,7 +66,7 @@ def composed(*settings: str, command: str = "train") -> DictConfig:
 
 def configure(*settings: str) -> TrainConfig:
     """The configuration that `gpipe train` would have with these settings."""
-    return from_tree(TrainConfig, composed(*settings))
+    return training(composed(*settings), {})[0]
 
 
 def spec_of(config: TrainConfig, profile: ModelProfile | None = None) -> PipelineSpec:

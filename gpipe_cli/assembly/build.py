@@ -23,6 +23,7 @@ from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
+from gpipe_cli.models.preprocessing import Preprocessing, of_hugging_face, of_timm
 from gpipe_cli.models.skips import Sequence
 from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
@@ -143,6 +144,17 @@ def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
     names = hugging_face.read_config(_source(model)).id2label
     unnamed = {number: f"LABEL_{number}" for number in range(len(names))}  # transformers' own default
     return None if names == unnamed else tuple(show(names[number]) for number in sorted(names))
+
+
+def preprocessing_of(config: TrainConfig) -> Preprocessing | None:
+    """How the images were scaled on which the pretrained weights of a model were trained; None without such weights,
+    and if nobody says it. Raises RefusedError as `of_hugging_face`."""
+    match config.model, config.dataset:
+        case groups.TimmConfig() as model, groups.ImagesConfig() if model.pretrained or model.weights is not None:
+            return of_timm(model.name, model.weights)
+        case groups.HuggingFaceConfig(pretrained=True) as model, groups.ImagesConfig():
+            return of_hugging_face(_source(model))
+    return None
 
 
 def timm_name(model: groups.ResNetConfig | groups.TimmConfig) -> str:

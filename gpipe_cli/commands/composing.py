@@ -19,7 +19,7 @@ from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -33,17 +33,21 @@ from yaml import YAMLError
 from gpipe_cli.commands.command_line import CommandLine, parsed_settings, translated
 from gpipe_cli.config.comments import FOLDER, GROUPS
 from gpipe_cli.config.did_you_mean import nearest
+from gpipe_cli.config.groups import IMAGES, SCALING, ImagesConfig
 from gpipe_cli.config.settings import (
     AUTO,
     AUTO_BATCH,
+    CONFIG,
     OWNERS,
     TrainConfig,
     from_tree,
     from_values,
+    instead_of,
     key_of,
     load_yaml,
     owner,
     plain_values,
+    read_config,
     replaced_batch,
     resolved,
     set_value,
@@ -53,6 +57,9 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.planner.step_schedule import refuse_files
 from gpipe_cli.schedule.placement import PLACEMENTS
 from gpipe_cli.system.interrupts import import_apart
+
+if TYPE_CHECKING:
+    from gpipe_cli.models.preprocessing import Preprocessing
 
 T = TypeVar("T")
 TRAINING_KEYS = tuple(settings(TrainConfig))
@@ -328,7 +335,7 @@ def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig
         OmegaConf.update(tree, key, None, force_add=True)
     _take_size_of_tokenizer(tree, given)
     auto = take_auto(tree)
-    config = from_tree(TrainConfig, tree)
+    config = _with_preprocessing(tree, given)
     if not auto:
         refuse_files(config)
     return config, auto
@@ -340,6 +347,7 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     A group given as the choice that the run already has keeps the run's settings. Raises InputError, as `from_tree`.
     """
     values = plain_values(OmegaConf.create(asdict(saved)))
+    saved_dataset = dict(values["dataset"])
     if (partitions := given.get("partitions", saved.partitions)) != saved.partitions:
         values["partition"]["balance"] = None  # the balance is for another number of partitions
         if saved.placement not in PLACEMENTS:
@@ -356,6 +364,9 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
         value = resolved(setting)
         if key not in GROUPS or value["name"] != values[key]["name"]:
             set_value(values, key, value)
+    # other images are scaled as those that the weights have seen
+    unset = [key for key in SCALING if key in saved_dataset and values["dataset"].get(key) is None]
+    values["dataset"] |= {key: saved_dataset[key] for key in unset}
     return from_values(TrainConfig, values)
 
 
@@ -369,6 +380,42 @@ def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> No
         from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 
         OmegaConf.update(tree, "dataset.vocabulary", PretrainedTokenizer(place).size)
+
+
+def _with_preprocessing(tree: DictConfig, given: Mapping[str, object]) -> TrainConfig:
+    """The training that `tree` describes. What is null of dataset.mean, std and interpolation becomes what its initial
+    weights were trained with, or else the default. With pretrained weights dataset.image_size becomes theirs, too,
+    unless it was typed or a file of the user's sets another than `conf/dataset`. Raises InputError, as `from_tree`."""
+    if OmegaConf.select(tree, "dataset.name") not in IMAGES:
+        return from_tree(TrainConfig, tree)
+    unset = [key for key in SCALING if OmegaConf.select(tree, f"dataset.{key}") is None]
+    with open_dict(tree):
+        for key in unset:
+            tree.dataset.pop(key, None)
+    config = from_tree(TrainConfig, tree)
+    if (trained := _trained_with(config)) is None:
+        return config
+    usual_size = load_yaml(FOLDER / "dataset" / f"{config.dataset.name}.yaml").image_size
+    if config.init_from is None and "dataset.image_size" not in given and tree.dataset.image_size == usual_size:
+        unset.append("image_size")
+    OmegaConf.update(tree, "dataset", {key: getattr(trained, key) for key in unset}, force_add=True)
+    return from_tree(TrainConfig, tree)
+
+
+def _trained_with(config: TrainConfig) -> "ImagesConfig | Preprocessing | None":
+    """How the images were scaled on which the initial weights of a training were trained, be they of a run or
+    pretrained; None without such weights, or if nobody knows."""
+    model = config.model
+    if config.init_from is not None:  # a folder without a run is refused later
+        folder = Path(config.init_from)
+        saved = read_config(folder, instead_of(config)).dataset if (folder / CONFIG).is_file() else None
+        return saved if isinstance(saved, ImagesConfig) else None
+    if not getattr(model, "pretrained", False) and getattr(model, "weights", None) is None:
+        return None
+    import_apart("gpipe_cli.assembly.build")  # torch comes with it
+    from gpipe_cli.assembly.build import preprocessing_of
+
+    return preprocessing_of(config)
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from gpipe_cli.commands.run_report import NoReport
 from gpipe_cli.commands.training_run import fitting_checkpoint, for_evaluation, run_and_report
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
-from gpipe_cli.data.images import MEAN, STD
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.launch.job import Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
@@ -82,9 +81,9 @@ class _ExportReport(NoReport):
                     ("written to", f"{self._file} ({message.holds}, {size(message.bytes)})"),
                     ("read it by", message.call),
                 ]
-                if isinstance(run.dataset, ImagesConfig):
-                    pixels = run.dataset.image_size
-                    scale = f"(value / 255 - mean) / deviation, mean {MEAN}, deviation {STD}"
+                if isinstance(dataset := run.dataset, ImagesConfig):
+                    pixels, mean, deviation = dataset.image_size, list(dataset.mean), list(dataset.std)
+                    scale = f"(value / 255 - mean) / deviation, mean {mean}, deviation {deviation}"
                     facts.append(("images", f"RGB, {pixels} x {pixels} pixels, {scale}"))
                 show_facts(console, facts)
             case events.EvaluationReady():

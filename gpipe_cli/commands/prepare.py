@@ -1,14 +1,17 @@
 """What a command decides before anything runs: the `auto` settings, the plan, and the pipeline's spec."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
+from gpipe_cli.assembly.build import preprocessing_of
 from gpipe_cli.benchmark.machine_timing import step_costs
+from gpipe_cli.config.groups import SCALING, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.config.typed import RefusedError, show
 from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.layout import Layout, layout_of, own_threads
@@ -69,6 +72,7 @@ def prepare(
     config, spec = plan.config, placed(plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
     notes += [("chosen", _words(comparison)) for comparison in plan.choices]
+    notes += [*_pixels(config)]
     if config.compile:
         notes.append(("planned", NOT_COMPILED))
     notes += [*_without_effect(config, spec), *_resumed_threads(config, spec.layout.processes)]
@@ -108,6 +112,31 @@ def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str,
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:
         yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses anew"
+
+
+def _pixels(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """A line of the banner if there are pretrained weights, or images are scaled in another way than usual."""
+    dataset = config.dataset
+    if not isinstance(dataset, ImagesConfig):
+        return
+    ours, trained = _scaling(dataset), None
+    if config.init_from is None and config.resume is None:
+        trained = preprocessing_of(config)
+    if trained is not None:
+        theirs = _scaling(trained)
+        was = (
+            f"; {trained.weights} was trained with {theirs}"
+            if theirs != ours
+            else f": as {trained.weights} was trained"
+        )
+        yield "pixels", ours + was
+    elif any(getattr(dataset, field.name) != field.default for field in fields(dataset) if field.name in SCALING):
+        yield "pixels", ours
+
+
+def _scaling(images: ImagesConfig | Preprocessing) -> str:
+    """`224 pixels, mean [0.485,0.456,0.406], deviation [0.229,0.224,0.225], bicubic`."""
+    return f"{images.image_size} pixels, mean {show(images.mean)}, deviation {show(images.std)}, {images.interpolation}"
 
 
 def _turns(layout: Layout) -> Iterator[tuple[str, str]]:

@@ -200,6 +200,8 @@ Vocabulary = Annotated[int, Within(5, 10_000_000)]
 _Area = Annotated[float, Within(SMALLEST, 1)]
 HeldOut = Annotated[float, Within(SMALLEST, 1, below=True, use=0.1)]  # a share of a set
 Validation = HeldOut | Literal["val"] | None  # a share of the training set, or the data's own validation set
+_Mean = Annotated[float, Within(0, 1, use=0.5, why="as pixels count from 0 to 1")]
+_Deviation = Annotated[float, Within(SMALLEST, 1, use=0.5, why="as pixels count from 0 to 1")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,9 @@ else:
     ImagesName, TextName = Literal[tuple(IMAGES)], Literal[tuple(TEXTS)]
 
 
+SCALING = ("mean", "std", "interpolation")  # settings of images that weights were trained with, and keep
+
+
 @dataclass(frozen=True, slots=True)
 class ImagesConfig:
     """An image data set. Fields with a default are settings that only some sets have; a set's YAML says which."""
@@ -291,6 +296,10 @@ class ImagesConfig:
     validation: Validation = None
     test: HeldOut | None = None  # the share of root/<class> that is the test set
     drop_last: bool = False  # leave out the last mini-batch of an epoch if it is not full
+    # x -> (x - mean) / std of each channel of pixels in [0, 1]; by default to [-1, 1], as in the TPU code
+    mean: tuple[_Mean, _Mean, _Mean] = (0.5, 0.5, 0.5)
+    std: tuple[_Deviation, _Deviation, _Deviation] = (0.5, 0.5, 0.5)
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
 
     def __post_init__(self) -> None:
         has = IMAGES[self.name]

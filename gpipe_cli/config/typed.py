@@ -148,8 +148,9 @@ def with_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bool = False) -> Any:
-    """`value` converted to `kind`. key: its setting; listed: it is an item of a list; keys: suggestions for typos."""
+def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: int = 0) -> Any:
+    """`value` converted to `kind`. key: its setting; listed: it is an item of a list of so many, or of any number, 1;
+    keys: suggestions for typos."""
     if value == "???":
         raise SettingError(key, value, f"a value is required; give {key}=...")
     if len(options := _groups(kind)) > 1:
@@ -157,7 +158,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
     if get_origin(kind) is Annotated:
         bare, bounds = get_args(kind)
         number = _convert(bare, value, key, keys)
-        _check_bounds(key, number, bounds)
+        _check_bounds(key, number, bounds, listed)
         return number
     if get_origin(kind) in (UnionType, Union):  # `X | None`, or a number or a word, `X | Literal[...] | None`
         present, *words = (option for option in get_args(kind) if option is not NoneType)
@@ -185,7 +186,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         length = None if more == [...] else 1 + len(more)
         given = value if isinstance(value, list) else [value] if length is None and _may_be(item_kind, value) else None
         if given is not None and length in (None, len(given)):
-            return tuple(_convert(item_kind, item, key, keys, listed=True) for item in given)
+            return tuple(_convert(item_kind, item, key, keys, listed=length or 1) for item in given)
         count = f" of {length}" if length else ""
         words = [str(word) for word in get_args(item_kind)] if get_origin(item_kind) is Literal else []
         example = [show(value)] if item_kind is str or show(value) in words else words[:1] or ["1"] * (length or 2)
@@ -216,8 +217,8 @@ def _may_be(kind: Any, value: Any) -> bool:
     return type(value) in {int: (int,), float: (int, float), str: (str,)}.get(kind, (str,))
 
 
-def _check_bounds(key: str, number: float, bounds: Within) -> None:
-    """Raises SettingError for a number outside of its bounds."""
+def _check_bounds(key: str, number: float, bounds: Within, listed: int = 0) -> None:
+    """Raises SettingError for a number outside of its bounds, perhaps of a list of so many."""
     above = number > bounds.most or (bounds.below and number == bounds.most)
     if not above and number >= bounds.least:
         return
@@ -225,7 +226,8 @@ def _check_bounds(key: str, number: float, bounds: Within) -> None:
     upper = f"{'below' if bounds.below else 'at most'} {bounds.most:.10g}"
     use = bounds.use if bounds.use is not None else bounds.most if above else bounds.least
     why = f", {bounds.why}" if bounds.why else ""
-    raise SettingError(key, number, f"must be {lower} and {upper}{why}; use {key}={use:.10g}")
+    example = f"[{','.join([f'{use:.10g}'] * listed)}]" if listed > 1 else f"{use:.10g}"
+    raise SettingError(key, number, f"must be {lower} and {upper}{why}; use {key}={example}")
 
 
 def bounds(group: Any, name: str) -> Within:

@@ -3,7 +3,8 @@
 The ImageNet runs used Inception preprocessing, which in the authors' TPU code is a random crop of 10-100 % of the area,
 a random flip and values scaled to [-1, 1]; evaluation is on a central 87.5 % crop. The transfer runs used a random
 flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have, and those of the digits:
-they are written here, with the bits of torchvision, whose import would take longer than the first steps.
+they are written here, with the bits of torchvision, whose import would take longer than the first steps. Pretrained
+weights have a mean, a deviation and an interpolation of their own.
 
 Departs from the paper: no colour distortion; a random crop that does not fit is tried 10 times (torchvision), not 100.
 """
@@ -27,15 +28,14 @@ from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
 from gpipe_cli.data.readers import Samples, read_cifar, read_digits, read_image_folder, read_noise
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.units import first_few
 
 _WORDNET_ID = re.compile(r"n[0-9]{8}(?= |$)")
-# x -> 2x - 1, the TPU code's scaling to [-1, 1], here for every data set instead of its own mean and deviation.
-MEAN = STD = [0.5] * 3
 
 
 def cutout(image: Tensor, side: int) -> Tensor:
-    """A copy of (C, H, W) with a square of `side` pixels set to 0, the middle of [-1, 1] (DeVries and Taylor 2017).
+    """A copy of (C, H, W) with a square of `side` pixels set to 0, which is the mean (DeVries and Taylor 2017).
 
     The centre is uniform over the image, so the square may extend over the border, as in that paper.
     """
@@ -45,17 +45,17 @@ def cutout(image: Tensor, side: int) -> Tensor:
     return image
 
 
-def resize(image: Tensor, side: int) -> Tensor:
-    """(C, H, W) with a shorter side of `side` pixels, bilinear."""
+def resize(image: Tensor, side: int, interpolation: str) -> Tensor:
+    """(C, H, W) with a shorter side of `side` pixels."""
     if min(image.shape[-2:]) == side:
         return image
     if not image.is_floating_point():
-        from torchvision.transforms.v2 import functional
+        from torchvision.transforms.v2 import InterpolationMode, functional
 
-        resized: Tensor = functional.resize(image, [side])
+        resized: Tensor = functional.resize(image, [side], InterpolationMode(interpolation))
         return resized
     lengths = [int(side * length / min(image.shape[-2:])) for length in image.shape[-2:]]
-    return interpolate(image[None], lengths, mode="bilinear", antialias=True)[0]
+    return interpolate(image[None], lengths, mode=interpolation, antialias=True)[0]
 
 
 def centre_crop(image: Tensor, side: int) -> Tensor:
@@ -71,37 +71,43 @@ def shift(image: Tensor, most: int) -> Tensor:
     return pad(image, [most] * 4)[..., top : top + height, left : left + width]
 
 
-def normalize(image: Tensor) -> Tensor:
-    """float32 (C, H, W) in [-1, 1], from uint8 or from [0, 1]."""
-    shares = image if image.is_floating_point() else image.to(torch.float32).mul_(1 / 255)
-    mean, deviation = (torch.tensor(values).view(-1, 1, 1) for values in (MEAN, STD))
-    return shares.sub(mean).div_(deviation)
+def normalize(images: Tensor, dataset: ImagesConfig) -> Tensor:
+    """float32 (..., C, H, W): (x - mean) / std of each channel, from x in [0, 1], or from uint8 of which 255 is 1."""
+    mean, deviation = (
+        to_device(torch.tensor(values).view(-1, 1, 1), images.device) for values in (dataset.mean, dataset.std)
+    )
+    if images.is_floating_point():
+        return images.sub(mean).div_(deviation)
+    return images.to(torch.float32).mul_(1 / 255).sub_(mean).div_(deviation)
 
 
 def build_transform(
-    image_size: int, centre_share: float, augmentation: AugmentationConfig | None
+    dataset: ImagesConfig, shorter_side: int, augmentation: AugmentationConfig | None
 ) -> Callable[[Tensor], Tensor]:
-    """The steps from (3, H, W), uint8 or float32 in [0, 1], to float32 (3, image_size, image_size) in [-1, 1].
+    """The steps from (3, H, W), uint8 or float32 in [0, 1], to float32 (3, image_size, image_size), normalized.
 
-    centre_share: see that function. augmentation: None for evaluation. Random steps use torch's default generator.
+    shorter_side: pixels to which an image is scaled, unless a random crop is, before its centre is cut out.
+    augmentation: None for evaluation. Random steps use torch's default generator.
     """
+    size = dataset.image_size
     settings = augmentation or AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)
     steps: list[Callable[[Tensor], Tensor]] = []
     if settings.random_resized_crop is not None:
         from torchvision.transforms import v2
 
-        # Aspect ratio 3/4 to 4/3, bilinear: torchvision's defaults and the TPU code's.
-        steps.append(v2.RandomResizedCrop(image_size, scale=settings.random_resized_crop))
+        # Aspect ratio 3/4 to 4/3: torchvision's default and the TPU code's.
+        scale, mode = settings.random_resized_crop, v2.InterpolationMode(dataset.interpolation)
+        steps.append(v2.RandomResizedCrop(size, scale=scale, interpolation=mode))
     else:
-        steps.append(partial(resize, side=max(image_size, round(image_size / centre_share))))
-        steps.append(partial(centre_crop, side=image_size))
+        steps.append(partial(resize, side=shorter_side, interpolation=dataset.interpolation))
+        steps.append(partial(centre_crop, side=size))
     if settings.horizontal_flip:
         from torchvision.transforms import v2
 
         steps.append(v2.RandomHorizontalFlip())
     if settings.shift > 0:
         steps.append(partial(shift, most=settings.shift))
-    steps.append(normalize)
+    steps.append(partial(normalize, dataset=dataset))
     if settings.cutout > 0:
         steps.append(partial(cutout, side=settings.cutout))
     return lambda image: reduce(lambda changed, step: step(changed), steps, image)
@@ -111,7 +117,7 @@ def build_transform(
 class ImageSplit:
     """The training or the test split, a `Split`.
 
-    `split[epoch, index]`: float32 (3, image_size, image_size) in [-1, 1]; the test split ignores the epoch.
+    `split[epoch, index]`: float32 (3, image_size, image_size), normalized; the test split ignores the epoch.
     """
 
     samples: Samples
@@ -145,10 +151,9 @@ def open_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAI
     """The splits of a data set. `seed` determines synthetic images, what is held out of the training set, and the
     augmentation, which applies to the training set only. Raises InputError as `find_images`.
     """
-    share = centre_share(dataset)
+    side = shorter_side(dataset)
     training, *others = (samples for _, samples in find_images(dataset, seed, trained_on).each())
-    plain = build_transform(dataset.image_size, share, None)
-    augmented = build_transform(dataset.image_size, share, dataset.augmentation)
+    plain, augmented = (build_transform(dataset, side, steps) for steps in (None, dataset.augmentation))
     return Splits(ImageSplit(training, augmented, seed), *(ImageSplit(samples, plain, None) for samples in others))
 
 
@@ -255,6 +260,11 @@ def centre_share(dataset: ImagesConfig) -> float:
     whether it distorts images).
     """
     return 0.875 if dataset.name in ("image_folder", "imagenet") else 1.0
+
+
+def shorter_side(dataset: ImagesConfig) -> int:
+    """The pixels to which the shorter side of a test image is scaled before its centre is cut out."""
+    return max(dataset.image_size, round(dataset.image_size / centre_share(dataset)))
 
 
 def _choose(classes: tuple[int, ...], dataset: ImagesConfig, splits: Splits[Samples]) -> Iterator[Samples]:

@@ -27,10 +27,11 @@ from gpipe_cli.assembly.build import MEMORY_FORMATS, outputs_of, timm_name
 from gpipe_cli.assembly.loss import NO_TOTALS
 from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
-from gpipe_cli.data.images import MEAN, STD, centre_share, find_images
+from gpipe_cli.data.images import centre_share, find_images
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.preprocessing import PREPROCESSOR
 from gpipe_cli.models.timm_models import timm_arguments
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
@@ -42,7 +43,7 @@ from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
 from gpipe_cli.training.data_feed import Data, MiniBatch, saved_tokenizer, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
-from gpipe_cli.training.hugging_face_folder import class_in, program_of, write_folder
+from gpipe_cli.training.hugging_face_folder import class_in, preprocessor, program_of, write_folder
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
 from gpipe_cli.training.step import objective_of
 from gpipe_cli.training.train_loop import scores_of
@@ -76,9 +77,11 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
                 write_whole(file, serialized)
                 holds = "for batches of any size" if any_batch else "for one sample at a time"
             case "hf":
-                tokenizer = saved_tokenizer(Path(config.run))
+                more, dataset = saved_tokenizer(Path(config.run)), config.training.dataset
+                if isinstance(dataset, ImagesConfig):
+                    more[PREPROCESSOR] = preprocessor(dataset)
                 classes = facts.get("classes", [])
-                holds = plural(write_folder(config.training.model.name, model, file, tokenizer, classes), "tensor")
+                holds = plural(write_folder(config.training.model.name, model, file, more, classes), "tensor")
     content_bytes = sum(path.stat().st_size for path in ([file] if file.is_file() else file.rglob("*")))
     process.report(events.ModelWritten(content_bytes, holds, _call(config, file)))
 
@@ -105,7 +108,8 @@ def _facts(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict
         facts["tied"] = tied
     if not isinstance(run.dataset, ImagesConfig):
         return facts | _meaning_of_tokens(Path(config.run))
-    facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
+    facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset)}
+    facts |= {"mean": list(run.dataset.mean), "std": list(run.dataset.std), "interpolation": run.dataset.interpolation}
     if (classes := index.classes) is None:  # a run of an older version: those that the data has now, if it is there
         with suppress(InputError):
             classes = find_images(replace(run.dataset, download=False), run.seed)[0].class_names

@@ -1,5 +1,5 @@
 """A model of transformers as a folder that `from_pretrained` reads, made by its own `save_pretrained`, with the run's
-tokenizer."""
+tokenizer, or with a preprocessor that scales images as the run did."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.config.groups import ImagesConfig
+from gpipe_cli.data.images import shorter_side
 from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models.hugging_face_weights import as_transformers, found_file
+from gpipe_cli.models.preprocessing import RESAMPLE
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.system.files import put_in_place
 
@@ -19,12 +22,12 @@ ONE_FILE = 2**62  # bytes: a single file, as in all other formats
 
 
 def write_folder(
-    source: str, layers: nn.Sequential, folder: Path, tokenizer: Mapping[str, bytes], classes: Sequence[str]
+    source: str, layers: nn.Sequential, folder: Path, more: Mapping[str, bytes], classes: Sequence[str]
 ) -> int:
     """Write the model to `folder`, beside other files if it exists; returns the number of tensors.
 
-    source: the folder or name that the model came from, which may have settings of generation. classes: their names, if
-    the model has some and they are known.
+    source: the folder or name that the model came from, which may have settings of generation. more: name -> content of
+    further files: a tokenizer's, or the preprocessor. classes: their names, if the model has some and they are known.
     """
     model = as_transformers(layers)
     if classes:
@@ -32,7 +35,7 @@ def write_folder(
         model.config.label2id = {name: number for number, name in enumerate(classes)}
     with TemporaryDirectory(prefix=".", dir=folder.parent) as draft:
         model.save_pretrained(draft, max_shard_size=ONE_FILE)
-        files = dict(tokenizer)
+        files = dict(more)
         if model.can_generate() and (saved := found_file(source, GENERATION)) is not None:
             files[GENERATION] = saved.read_bytes()
         for name, content in files.items():
@@ -45,6 +48,21 @@ def write_folder(
             place.parent.mkdir(parents=True, exist_ok=True)
             put_in_place(path, place)
     return len({parameter.data_ptr() for parameter in model.state_dict().values()})
+
+
+def preprocessor(dataset: ImagesConfig) -> bytes:
+    """The file by which transformers scales images as test images of the run are scaled."""
+    from transformers import ViTImageProcessor
+
+    reader: Any = ViTImageProcessor(
+        size={"shortest_edge": shorter_side(dataset)},
+        resample=RESAMPLE[dataset.interpolation],
+        do_center_crop=True,
+        crop_size={"height": dataset.image_size, "width": dataset.image_size},
+        image_mean=list(dataset.mean),
+        image_std=list(dataset.std),
+    )
+    return str(reader.to_json_string()).encode()
 
 
 def class_in(folder: Path) -> Any:

@@ -13,7 +13,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
 
-from gpipe_cli.data.images import MEAN, STD, ImageSplit, build_transform, cutout
+from gpipe_cli.config.groups import ImagesConfig
+from gpipe_cli.data.images import ImageSplit, build_transform, cutout
 from gpipe_cli.data.readers import Files, read_cifar
 from gpipe_cli.errors import InputError
 
@@ -70,9 +71,9 @@ def test_the_simple_steps_have_the_bits_of_torchvision(shape: tuple[int, ...], k
     image = image if kind is torch.uint8 else image / 255
     theirs = v2.Compose([
         v2.Resize(27), v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomCrop(24, padding=2),
-        v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD),
+        v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3),
     ])  # fmt: skip
-    ours = build_transform(24, 24 / 27, replace(PLAIN, horizontal_flip=True, shift=2))
+    ours = build_transform(ImagesConfig("digits", 24, 10, PLAIN), 27, replace(PLAIN, horizontal_flip=True, shift=2))
     for seed in range(4):
         results = []
         for transform in (theirs, ours):
@@ -266,5 +267,6 @@ def test_cutout_is_a_grey_square_that_may_extend_over_the_border() -> None:
         sizes.add((int(rows.sum()), int(columns.sum())))
     assert (min(sizes), max(sizes)) == ((2, 2), (4, 4))
     assert torch.equal(image, torch.ones(3, 12, 12))  # the stored image is not touched
-    out = build_transform(12, 1.0, replace(PLAIN, cutout=4))(torch.full((3, 12, 12), 255, dtype=torch.uint8))
+    blanked = build_transform(ImagesConfig("digits", 12, 10, PLAIN), 12, replace(PLAIN, cutout=4))
+    out = blanked(torch.full((3, 12, 12), 255, dtype=torch.uint8))
     assert set(out.unique().tolist()) == {0.0, 1.0}  # 0 is the middle of the range

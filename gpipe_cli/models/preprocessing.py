@@ -1,0 +1,82 @@
+"""How the images were scaled on which published weights were trained: weights are only as good as what they are shown.
+
+timm keeps this with the names of its weights, Hugging Face in a file beside them, `gpipe export` in the file itself.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.models.hugging_face import Source, read_config
+from gpipe_cli.models.hugging_face_weights import found_file
+
+PREPROCESSOR = "preprocessor_config.json"
+RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which Hugging Face writes
+
+
+class Preprocessing(NamedTuple):
+    """What weights expect of images, under the names of `ImagesConfig`; `weights` names them."""
+
+    weights: str
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+
+
+def of_timm(name: str, weights: str | None) -> Preprocessing | None:
+    """Of timm's weights `name`, or of those in the file `weights`, which only an export of ours says itself: all others
+    are taken for timm's own. None for a name that timm does not know."""
+    if weights is not None and (exported := _of_export(Path(weights))) is not None:
+        return exported
+    from timm.models import get_pretrained_cfg
+
+    config = get_pretrained_cfg(name)
+    if config is None:
+        return None
+    whole_name = f"{config.architecture}.{config.tag}" if config.tag else str(config.architecture or name)
+    return Preprocessing(whole_name, config.input_size[-1], config.mean, config.std, config.interpolation)
+
+
+def _of_export(file: Path) -> Preprocessing | None:
+    """What `gpipe export` has written into a file; None for any other file, and for one that cannot be read, which is
+    refused when its weights are loaded."""
+    import torch
+    from safetensors import safe_open
+
+    with suppress(Exception):  # whatever the readers of either format raise
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as tensors:
+                texts = tensors.metadata()
+            facts = texts | {key: json.loads(texts[key]) for key in ("image_size", "mean", "std")}
+        else:
+            facts = torch.load(file, mmap=True, weights_only=True)["metadata"]
+        interpolation = facts.get("interpolation", "bilinear")  # files of earlier versions do not have it
+        return Preprocessing(str(file), facts["image_size"], (*facts["mean"],), (*facts["std"],), interpolation)
+    return None
+
+
+def of_hugging_face(source: Source) -> Preprocessing | None:
+    """By the preprocessor beside the weights, as transformers reads it; None if there is none. A preprocessor that
+    scales pixels in another way than to [0, 1], or does not normalize, is put into an equal mean and deviation. Raises
+    RefusedError as `read_config`, and for a preprocessor that cannot be read."""
+    read_config(source)
+    if found_file(source.name, PREPROCESSOR) is None:
+        return None
+    from transformers import AutoImageProcessor
+
+    try:
+        reader: Any = AutoImageProcessor.from_pretrained(source.name, trust_remote_code=False)
+        size = dict(reader.crop_size if getattr(reader, "do_center_crop", False) else reader.size)
+        pixels = int(size.get("height") or size["shortest_edge"])
+        factor = 255 * (reader.rescale_factor if reader.do_rescale else 1)
+        means, deviations = (reader.image_mean, reader.image_std) if reader.do_normalize else ([0.0] * 3, [1.0] * 3)
+        mean, std = (tuple(value / factor for value in values) for values in (means, deviations))
+    except Exception as error:  # whatever transformers raises for a file that holds anything
+        why = f"its {PREPROCESSOR} cannot be used ({with_type(error)}); correct it, or use model.pretrained=false"
+        raise RefusedError("model.name", source.name, why) from error
+    names = {number: name for name, number in RESAMPLE.items()}
+    interpolation = names.get(reader.resample, f"Pillow's number {reader.resample}")
+    return Preprocessing(source.name, pixels, mean, std, interpolation)
