@@ -66,7 +66,8 @@ class Split(Protocol):
     def catalogue(self) -> Catalogue: ...
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """The first layer's inputs for the samples `indices`, (n, ...) each; sentences are padded to `lengths`."""
+        """The first layer's inputs for the samples `indices`, (n, ...) each, of which uint8 images are still to be
+        normalized; sentences are padded to `lengths`."""
         ...
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:

@@ -84,7 +84,8 @@ def normalize(images: Tensor, dataset: ImagesConfig) -> Tensor:
 def build_transform(
     dataset: ImagesConfig, shorter_side: int, augmentation: AugmentationConfig | None
 ) -> Callable[[Tensor], Tensor]:
-    """The steps from (3, H, W), uint8 or float32 in [0, 1], to float32 (3, image_size, image_size), normalized.
+    """The steps from (3, H, W), uint8 or float32 in [0, 1], to (3, image_size, image_size): uint8, which are a quarter
+    of the bytes and are normalized where they are used, or normalized float32, if pixels are stored so or cut out.
 
     shorter_side: pixels to which an image is scaled, unless a random crop is, before its centre is cut out.
     augmentation: None for evaluation. Random steps use torch's default generator.
@@ -107,9 +108,11 @@ def build_transform(
         steps.append(v2.RandomHorizontalFlip())
     if settings.shift > 0:
         steps.append(partial(shift, most=settings.shift))
-    steps.append(partial(normalize, dataset=dataset))
+    normalized = partial(normalize, dataset=dataset)
     if settings.cutout > 0:
-        steps.append(partial(cutout, side=settings.cutout))
+        steps += [normalized, partial(cutout, side=settings.cutout)]  # no uint8 is the mean
+    else:
+        steps.append(lambda image: normalized(image) if image.is_floating_point() else image)
     return lambda image: reduce(lambda changed, step: step(changed), steps, image)
 
 
@@ -117,7 +120,7 @@ def build_transform(
 class ImageSplit:
     """The training or the test split, a `Split`.
 
-    `split[epoch, index]`: float32 (3, image_size, image_size), normalized; the test split ignores the epoch.
+    `split[epoch, index]`: what `build_transform` describes; the test split ignores the epoch.
     """
 
     samples: Samples
@@ -129,7 +132,7 @@ class ImageSplit:
         return Catalogue(len(self.samples.targets))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-        """A single tensor: float32 (n, 3, image_size, image_size)."""
+        """A single tensor, (n, 3, image_size, image_size): uint8, still to be normalized, or normalized float32."""
         return (torch.stack([self[epoch, index] for index in indices]),)
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:

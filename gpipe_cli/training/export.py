@@ -45,7 +45,7 @@ from gpipe_cli.training.data_feed import Data, MiniBatch, saved_tokenizer, saved
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.hugging_face_folder import class_in, preprocessor, program_of, write_folder
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
-from gpipe_cli.training.step import objective_of
+from gpipe_cli.training.step import normalized, objective_of
 from gpipe_cli.training.train_loop import scores_of
 from gpipe_cli.units import plural
 
@@ -171,7 +171,7 @@ def evaluate_file(
             inputs = mini_batch.inputs()
         assert objective is not None, "a single process has the targets"
         assert inputs is not None, "and the inputs"
-        for micro_batch, pieces in enumerate(split_all(inputs, sizes)):
+        for micro_batch, pieces in enumerate(split_all(normalized(config, inputs), sizes)):
             outputs = logits_of(tuple(to_device(piece, device) for piece in pieces))
             objective.observe(micro_batch, outputs, objective.loss(micro_batch, outputs))
         total += objective.totals()

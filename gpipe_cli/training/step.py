@@ -24,7 +24,9 @@ import torch
 from gpipe_cli.assembly.build import MEMORY_FORMATS
 from gpipe_cli.assembly.loss import NO_TOTALS, CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import set_learning_rate
+from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.data.images import normalize
 from gpipe_cli.distributed.control_group import Awaited, global_norm
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
@@ -84,7 +86,7 @@ def rehearse(engine: Engine, mini_batch: MiniBatch, schedule: Schedule) -> None:
     if (loaded := mini_batch.reading.loaded) is not None:
         with engine.control.waits(Awaited.DATA):
             whole = loaded.peek()
-        inputs = placed(engine.spec, tuple(tensor[:samples] for tensor in whole))
+        inputs = placed(engine.config, engine.spec, tuple(tensor[:samples] for tensor in whole))
     if targets is not None:
         targets = targets[0][:samples], 0
     objective = objective_of(engine.config, targets, (samples,), engine.config.label_smoothing, engine.last_device)
@@ -180,12 +182,21 @@ def objective_of(
     )
 
 
-def placed(spec: PipelineSpec, inputs: Tensors | None) -> Tensors | None:
-    """Inputs from the host, copied to the device of the first stage; images in its memory format."""
+def placed(config: TrainConfig, spec: PipelineSpec, inputs: Tensors | None) -> Tensors | None:
+    """Inputs from the host, copied to the device of the first stage; images normalized, in its memory format."""
     if inputs is None:
         return None
     device, memory_format = torch.device(spec.layout.devices[0]), MEMORY_FORMATS[spec.memory_format]
-    return tuple(in_layout(to_device(tensor, device), memory_format) for tensor in inputs)
+    on_device = tuple(in_layout(to_device(tensor, device), memory_format) for tensor in inputs)
+    return tuple(in_layout(tensor, memory_format) for tensor in normalized(config, on_device))
+
+
+def normalized(config: TrainConfig, inputs: Tensors) -> Tensors:
+    """The inputs as the first layer takes them: images that are uint8, as they are loaded, become float32."""
+    dataset = config.dataset
+    if not isinstance(dataset, ImagesConfig):
+        return inputs
+    return tuple(normalize(tensor, dataset) if tensor.dtype is torch.uint8 else tensor for tensor in inputs)
 
 
 def _run(
@@ -205,8 +216,9 @@ def _run(
     if share.sizes:
         with engine.control.waits(Awaited.DATA):
             inputs = mini_batch.inputs()
+    inputs = placed(engine.config, engine.spec, inputs)
     recording = engine.executor.run(
-        schedule_of(len(share.sizes)), step, share.sizes, placed(engine.spec, inputs), objective, mini_batch.lengths,
+        schedule_of(len(share.sizes)), step, share.sizes, inputs, objective, mini_batch.lengths,
         first_micro_batch=share.first_micro_batch, replicas=replicas,
     )  # fmt: skip
     return recording, objective

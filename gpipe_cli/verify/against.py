@@ -282,7 +282,7 @@ class _Torch(_Foreign):
 
     def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
         self.mini_batch = mini_batch
-        inputs = placed(self.spec, mini_batch.inputs())
+        inputs = placed(self.config, self.spec, mini_batch.inputs())
         targets = mini_batch.targets() if self.spec.partitions - 1 in self.stages else None
         sizes = mini_batch.share.sizes
         self._objective = objective_of(self.config, targets, sizes, self.config.label_smoothing, self.device)

@@ -448,7 +448,7 @@ def run_plain(
 ) -> Callable[[], float]:
     """Run the forward and the backward of a mini-batch, in pieces of `sizes` samples, by calling `model`; `begins` is
     called with the number of each. Returns a function that gives the mean loss, and waits for the device."""
-    inputs, targets = placed(spec, mini_batch.inputs()), mini_batch.targets()
+    inputs, targets = placed(config, spec, mini_batch.inputs()), mini_batch.targets()
     device = torch.device(spec.layout.devices[-1])
     objective = objective_of(config, targets, sizes, config.label_smoothing, device)
     assert inputs is not None
