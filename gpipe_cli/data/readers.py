@@ -162,13 +162,13 @@ def decoded(path: str) -> "Iterator[Image]":
 def is_image(path: str, skipped: Counter[str]) -> bool:
     """Whether a file is a picture that is not hidden, by its name; a file without an ending is looked into. One that is
     neither hidden nor a picture is counted in `skipped`, by its ending."""
-    from PIL import Image, UnidentifiedImageError
-
-    name = Path(path).name
+    name = os.path.basename(path)  # a Path would take most of the time of listing a million files
     if name.startswith("."):
         return False
     shown = name.lower().endswith(ENDINGS)
     if "." not in name:
+        from PIL import Image, UnidentifiedImageError
+
         with suppress(UnidentifiedImageError, OSError), open_regular(Path(path)) as file, Image.open(file):
             shown = True
     if not shown and os.path.isfile(path):
