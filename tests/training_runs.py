@@ -79,14 +79,17 @@ def train_here(
     folder: Path,
     on_action: OnAction = ignore_action,
     waits: Waits = nullcontext,
+    *,
+    only_steps: bool = False,
 ) -> list[object]:
-    """Train in this process, all stages of it; returns the messages for the parent."""
+    """Train in this process, all stages of it; returns the messages for the parent. `only_steps`: as a bench does."""
     folder.mkdir(parents=True, exist_ok=True)
     messages: list[object] = []
     spec = spec_of(config)
     assert not spec.layout.distributed, "executor=in_process is needed here"
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, on_action)
-    train(config, spec, Decision(folder, config.resume, find_source(config)), process)
+    decision = Decision(folder, config.resume, find_source(config))
+    train(config, spec, decision, process, only_steps=only_steps)
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return messages
 

@@ -1,7 +1,8 @@
 """Loading overlapped with the step: workers decode and augment the next mini-batches while the pipeline computes.
 
 The paper's throughput assumes that the accelerators never wait for images. One DataLoader serves the whole run, across
-epochs: a loader per epoch would start each epoch with an empty queue, and its first step would wait.
+epochs and evaluations, in the order in which the run reads mini-batches: a loader for each epoch would start with an
+empty queue, and its first step would wait; a loader for each split would hold batches that nothing reads for an epoch.
 
 Workers are forked, which takes milliseconds, before the process has threads, connections or a CUDA context: Gloo's
 threads may hold locks, and an open CUDA context does not survive a fork.
@@ -11,9 +12,11 @@ import errno
 import os
 import signal
 import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,6 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches, Split
+from gpipe_cli.data.splits import SplitName
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.forked_call import end_with_parent
 
@@ -32,36 +36,48 @@ class LoaderDiedError(RuntimeError):
     """A data loading process was killed."""
 
 
+class Coming(NamedTuple):
+    """Mini-batch `position` of `epoch` of a split, which a run will read: this replica's samples of it."""
+
+    split: SplitName
+    epoch: int
+    position: int
+    indices: list[int]
+    lengths: tuple[int, ...]
+
+
+def coming(split: SplitName, batches: MiniBatches, places: Iterable[tuple[int, int]] | None = None) -> Iterator[Coming]:
+    """The mini-batches at `places`, (epoch, position), of which this replica has samples; None: all of epoch 0."""
+    for epoch, position in batches.stream(0, 0, 1) if places is None else places:
+        if (share := batches.share(epoch, position)).sizes:
+            indices = batches.indices(epoch, position)[share.samples].tolist()
+            yield Coming(split, epoch, position, indices, batches.lengths(epoch, position))
+
+
 class LoadedBatches:
     """Iterator over the first stage's inputs: a tuple of tensors (n, ...) for each mini-batch of which this replica has
     n > 0 samples. Loading ends when `next` raises InputError (unreadable image) or LoaderDiedError (dead worker)."""
 
     def __init__(
-        self,
-        split: Split,
-        mini_batches: MiniBatches,
-        start_epoch: int,
-        start_position: int,
-        epochs: int,
-        workers: int,
+        self, splits: Mapping[SplitName, Split], order: Iterable[Coming], workers: int, ahead: int = 2
     ) -> None:
-        """Start loading the mini-batches of `mini_batches.stream(start_epoch, start_position, epochs)`, in that order.
+        """Start loading the mini-batches of `splits` in `order`.
 
-        workers: number of processes, forked here; 0: this process loads each batch when it is requested.
+        workers: number of processes, forked here; 0: this process loads each batch when it is requested. ahead: how
+        many mini-batches each worker prepares before they are requested.
         """
+        self._splits = splits
+        self._requested: deque[Coming] = deque()  # of workers, in the order of `order`
+        self._current: Coming | None = None  # the mini-batch that `next` has returned, or is to return after a `peek`
         # Without pin_memory=True: the loader would ask CUDA for GPUs before it forks, and pin in a thread that opens a
         # context on GPU 0 as long as this process has none on its own GPU. `accelerator.to_device` pins batches.
         loader: DataLoader[Any] = DataLoader(
-            _Batches(split),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
+            _Batches(self._splits),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key of the sampler stands for a whole mini-batch
-            sampler=(
-                (epoch, indices[share.samples].tolist(), mini_batches.lengths(epoch, position))
-                for epoch, position in mini_batches.stream(start_epoch, start_position, epochs)
-                for indices in [mini_batches.indices(epoch, position)]
-                if (share := mini_batches.share(epoch, position)).sizes
-            ),
+            sampler=self._noted(order),
             collate_fn=lambda batch: batch,  # torch's own would make tensors of arrays
             num_workers=workers,
+            prefetch_factor=ahead if workers else None,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=partial(_set_up_worker, os.getpid()),
             generator=torch.Generator(),  # otherwise the loader draws a number from the run's default generator
@@ -79,8 +95,21 @@ class LoadedBatches:
         signal.signal(signal.SIGCHLD, earlier_handler)
         self._peeked: tuple[Tensor, ...] | None = None
 
+    def _noted(self, order: Iterable[Coming]) -> Iterator[Coming]:
+        for batch in order:
+            self._requested.append(batch)
+            yield batch
+
     def __iter__(self) -> Self:
         return self
+
+    def take(self, split: Split | None, epoch: int, position: int) -> tuple[Tensor, ...]:
+        """The batch of a mini-batch, which must be the next in order: steps and evaluations share the loader."""
+        batch = next(self)
+        assert self._current is not None
+        assert self._splits[self._current.split] is split, "another split is next"
+        assert self._current[1:3] == (epoch, position), self._current[1:3]
+        return batch
 
     def peek(self) -> tuple[Tensor, ...]:
         """The batch that `next` will return; it is not consumed."""
@@ -102,6 +131,7 @@ class LoadedBatches:
                 text = "a data loading process died: the machine may be out of memory, or /dev/shm may be full; "
                 raise LoaderDiedError(text + _WITHOUT_SHARED_MEMORY) from error
             raise
+        self._current = self._requested.popleft()
         if isinstance(batch, str):
             self.close()
             raise InputError(batch)
@@ -119,14 +149,14 @@ class LoadedBatches:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """Maps arguments of `Split.inputs` to a mini-batch, of arrays where /dev/shm has no room for its tensors; or to the
-    message of an InputError: raised in a worker, the exception would arrive as the text of its traceback."""
+    """Maps a `Coming` to a mini-batch, of arrays where /dev/shm has no room for its tensors; or to the message of an
+    InputError: raised in a worker, the exception would arrive as the text of its traceback."""
 
-    split: Split
+    splits: Mapping[SplitName, Split]
 
-    def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor | np.ndarray, ...] | str:
+    def __getitem__(self, key: Coming) -> tuple[Tensor | np.ndarray, ...] | str:
         try:
-            inputs = self.split.inputs(*key)
+            inputs = self.splits[key.split].inputs(key.epoch, key.indices, key.lengths)
         except InputError as error:
             return str(error)
         if get_worker_info() is not None:

@@ -41,8 +41,8 @@ def of_timm(name: str, weights: str | None) -> Preprocessing | None:
 
 
 def _of_export(file: Path) -> Preprocessing | None:
-    """What `gpipe export` has written into a file; None for any other file, and for one that cannot be read, which is
-    refused when its weights are loaded."""
+    """What `gpipe export` has written into a file; None for any other file, also if it cannot be read: it is refused
+    when its weights are loaded."""
     import torch
     from safetensors import safe_open
 

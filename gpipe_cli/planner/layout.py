@@ -117,6 +117,15 @@ class Layout:
         return self.processes if self.started is None else self.started.here
 
     @property
+    def first_stages_here(self) -> int:
+        """The number of pipelines whose first stage, which reads the data, is on this machine."""
+        if self.started is None:
+            return self.replicas
+        first_rank = self.started.rank - self.started.local_rank
+        ranks = (self.of_pipeline * replica + self.process_of_stage[0] for replica in range(self.replicas))
+        return sum(first_rank <= rank < first_rank + self.started.here for rank in ranks)
+
+    @property
     def distributed(self) -> bool:
         """Whether a pipeline has several processes."""
         return self.of_pipeline > 1

@@ -32,6 +32,15 @@ def usable_memory_bytes(root: Path = _ROOT) -> int:
     return min([machine, *limits])
 
 
+def free_shared_memory_bytes() -> int:
+    """The bytes that are left in /dev/shm, for memory that processes share; where there is none, those of memory."""
+    try:
+        shared = os.statvfs("/dev/shm")
+    except OSError:
+        return usable_memory_bytes()
+    return shared.f_bavail * shared.f_frsize
+
+
 def cpu_model() -> str:
     """The processor's name as its maker writes it."""
     try:

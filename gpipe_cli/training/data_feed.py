@@ -5,13 +5,13 @@ cuts the same mini-batches, so that their sizes need not be sent.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from gpipe_cli.assembly.build import find_data, open_data, pretrained_classes
+from gpipe_cli.assembly.build import find_data, greatest_lengths, open_data, pretrained_classes
 from gpipe_cli.config.groups import IMAGES, TEXTS, HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import AUTO_BATCH, SplitName, TrainConfig
 from gpipe_cli.config.typed import RefusedError
@@ -19,9 +19,9 @@ from gpipe_cli.data.batches import Catalogue, MiniBatches, Split, TrainedOn
 from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.images import ImageSplit, same_classes
-from gpipe_cli.data.loading import LoadedBatches
+from gpipe_cli.data.loading import Coming, LoadedBatches, coming
 from gpipe_cli.data.masked_text import SELECTED, MaskedText
-from gpipe_cli.data.micro_batches import Share
+from gpipe_cli.data.micro_batches import Share, share_of
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.readers import Files
@@ -31,13 +31,16 @@ from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
+from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.files import read_bytes, write_whole
-from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.system.machine import free_shared_memory_bytes, usable_cores, usable_memory_bytes
 from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import Progress, read_index, run_of
 from gpipe_cli.training.events import DataFacts, Notes
+from gpipe_cli.training.milestones import Milestones
 from gpipe_cli.units import first_few, plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
@@ -61,7 +64,7 @@ class Reading:
 @dataclass(frozen=True)
 class MiniBatch:
     """Mini-batch `position` of `epoch` as a process reads it: the share of its pipeline. `inputs` must be called for
-    mini-batches in the order in which they are loaded."""
+    mini-batches in the order in which they are loaded, that of `coming_batches`."""
 
     reading: Reading
     epoch: int
@@ -78,8 +81,11 @@ class MiniBatch:
         return self.reading.batches.lengths(self.epoch, self.position)
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
-        """The share's inputs, (N, ...) each; call it once. None in processes without the first stage."""
-        return None if self.reading.loaded is None else next(self.reading.loaded)
+        """The share's inputs, (N, ...) each, as `Split.inputs` has them; call it once. None in processes without the
+        first stage."""
+        if self.reading.loaded is None:
+            return None
+        return self.reading.loaded.take(self.reading.split, self.epoch, self.position)
 
     def targets(self) -> tuple[torch.Tensor, int] | None:
         """The share's targets, int64 (n,), (n, T) or (n, S, S), and the number of elements to predict in the whole
@@ -156,11 +162,18 @@ class Data:
     """The data that a process opens before the processes are connected, and reads afterwards."""
 
     def __init__(
-        self, config: TrainConfig, spec: PipelineSpec, process: int, start: Progress | None, source: Path | None
+        self,
+        config: TrainConfig,
+        spec: PipelineSpec,
+        process: int,
+        start: Progress | None,
+        source: Path | None,
+        *,
+        only_steps: bool = False,
     ) -> None:
-        """Open the data with the first or the last stage; with the first, start loading the test set and, unless
-        `start` is None, the training set from there. `source`: the checkpoint that the weights come from, whose tokens
-        and classes are used.
+        """Open the data with the first or the last stage; with the first, start loading the training set from `start`
+        on and, unless `only_steps`, the others for each evaluation; if `start` is None, the test set. `source`: the
+        checkpoint that the weights come from, whose tokens and classes are used.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
         InputError if an epoch of the resumed run had another number of steps, or the data have other classes than the
@@ -180,21 +193,25 @@ class Data:
             self._splits = open_data(config, self._trained_on)
         if self._splits is None or not self._first:
             return
-        for name, split in self._splits.each():
-            if start is None and name != "test":
-                continue
-            batches = mini_batches(config, split.catalogue, training=name == "training", replica=self._replica)
-            span = 0, 0, 1 if start is None else config.epochs + 1
-            if name == "training" and start is not None:
-                if start.steps_per_epoch not in (0, batches.steps_per_epoch):
-                    raise InputError(
-                        f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has "
-                        f"{batches.steps_per_epoch} now, so the data is another; put back the data, and leave out the "
-                        "dataset's settings"
-                    )
-                span = start.epoch, start.position, config.epochs
-            loaded = LoadedBatches(split, batches, *span, workers_of(config))
-            self._readings[name] = Reading(split, batches, loaded)
+        batches = {
+            name: mini_batches(config, split.catalogue, training=name == "training", replica=self._replica)
+            for name, split in self._splits.each()
+            if start is not None or name == "test"
+        }
+        if start is None:
+            order = coming("test", batches["test"])
+        else:
+            steps_per_epoch = batches["training"].steps_per_epoch
+            if start.steps_per_epoch not in (0, steps_per_epoch):
+                raise InputError(
+                    f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has "
+                    f"{steps_per_epoch} now, so the data is another; put back the data, and leave out the "
+                    "dataset's settings"
+                )
+            order = coming_batches(batches, start, Milestones(config, steps_per_epoch, only_steps))
+        splits = dict(self._splits.each())
+        loaded = LoadedBatches(splits, order, *loaders(config, spec.layout, splits[next(iter(batches))]))
+        self._readings = {name: Reading(splits[name], batches[name], loaded) for name in batches}
 
     def reading(self, control: ControlGroup, name: SplitName) -> Reading:
         """A split as this process reads it. Call it in every process once they are connected: those without samples
@@ -344,12 +361,44 @@ def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
         refuse_single_samples(config, smallest, last=smallest < config.batch_size)
 
 
-def workers_of(config: TrainConfig) -> int:
-    """The number of loader processes: `data_workers`, or if that is None what suits the data set."""
-    if config.data_workers is not None:
-        return config.data_workers
-    if config.text:
-        return 0  # a batch of text is a few look-ups, cheaper than sending it between processes
-    # Decoding image files keeps several cores busy; more than 8 rarely help the host of an accelerator. For images in
-    # memory a single process is enough to overlap loading with the step.
-    return min(usable_cores(), 8) if config.dataset.name in DECODED else 1
+def coming_batches(
+    batches: Mapping[SplitName, MiniBatches], start: Progress, milestones: Milestones
+) -> Iterator[Coming]:
+    """The mini-batches of all splits in the order in which a training reads them from `start` on: after each step that
+    is followed by an evaluation the set that chooses the best weights, and at the end, if that is not it, the test set.
+    """
+    training: MiniBatches = batches["training"]
+    chooses: SplitName = "validation" if "validation" in batches else "test"
+    places = training.stream(start.epoch, start.position, milestones.config.epochs)
+    for step, place in enumerate(places, start.step + 1):
+        yield from coming("training", training, [place])
+        if milestones.evaluates_after(step):
+            yield from coming(chooses, batches[chooses])
+        if step == milestones.end_step:
+            break
+    if chooses != "test" and not milestones.only_steps:
+        yield from coming("test", batches["test"])
+
+
+def loaders(config: TrainConfig, layout: Layout, split: Split) -> tuple[int, int]:
+    """The number of loader processes, `data_workers` or what suits the data set, and how many mini-batches each of them
+    prepares ahead: so many, and so few processes, that the batches of all pipelines on this machine take at most a
+    quarter of its memory. Raises InputError if the first sample of `split` cannot be read."""
+    pipelines, workers = layout.first_stages_here, config.data_workers
+    if workers is None and config.text:
+        workers = 0  # a batch of text is a few look-ups, cheaper than sending it between processes
+    elif workers is None:
+        # Decoding image files keeps several cores busy; more than 8 rarely help the host of an accelerator. For images
+        # in memory a single process is enough to overlap loading with the step.
+        workers = min(max(1, usable_cores() // pipelines), 8) if config.dataset.name in DECODED else 1
+    if workers == 0:
+        return 0, 0
+    lengths = greatest_lengths(config)
+    share = share_of(mini_batch_samples(config, lengths), config.micro_batches, config.replicas)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads of a library would not survive the fork
+    batch_bytes = sum(share.sizes) * sum(tensor.nbytes for tensor in split.inputs(0, [0], lengths))
+    torch.set_num_threads(threads)
+    fitting = min(usable_memory_bytes() // 4, free_shared_memory_bytes()) // (pipelines * batch_bytes)
+    workers = max(1, min(workers, fitting))
+    return workers, max(1, min(fitting // workers, 2))

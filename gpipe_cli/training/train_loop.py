@@ -72,17 +72,13 @@ def train(
     # --- 1. Find the starting point; open the data, start its loaders --------------------------------------------
     begun_bytes = own_bytes()
     start = starting_point(config, source)
-    data = Data(config, spec, process.number, start, source)
+    data = Data(config, spec, process.number, start, source, only_steps=only_steps)
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
     _refuse_other_cuts(control, spec)
     readings = data.readings(control)
     training = readings.training
-    if only_steps:
-        for name, reading in readings.each():
-            if name != "training":
-                reading.close()  # loading it would take time from the steps
     refuse_short_last(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
@@ -234,8 +230,7 @@ class Training:
             self._score_best()
         if not ended:
             self.process.report(events.TrainingStopped(self.progress.step))
-        for _, reading in self.readings.each():
-            reading.close()
+        self.readings.training.close()  # and the loader that it shares with the others
         self.engine.finish()
 
     def _score_best(self) -> None:

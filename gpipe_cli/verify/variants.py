@@ -24,7 +24,7 @@ from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import with_type
-from gpipe_cli.data.loading import LoadedBatches
+from gpipe_cli.data.loading import LoadedBatches, coming
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.models.amoebanet import set_progress
@@ -434,7 +434,8 @@ def first_mini_batch(reading: Reading, micro_batches: int) -> MiniBatch:
     """The first mini-batch of a training, cut into `micro_batches`; its inputs are read anew."""
     reading = replace(reading, batches=replace(reading.batches, micro_batches=micro_batches))
     if reading.loaded is not None and reading.split is not None:
-        reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
+        loaded = LoadedBatches({"training": reading.split}, coming("training", reading.batches, [(0, 0)]), workers=0)
+        reading = replace(reading, loaded=loaded)
     return MiniBatch(reading, 0, 0)
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizer_files import LINES, write_tokenizer
 from torch import Tensor, nn
-from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.config.groups import LoraConfig
 from gpipe_cli.errors import InputError
@@ -30,6 +30,7 @@ from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, select
+from gpipe_cli.training.events import Evaluated
 from gpipe_cli.training.hugging_face_folder import GENERATION, write_folder
 
 transformers = pytest.importorskip("transformers")
@@ -482,6 +483,16 @@ def test_masked_text_has_the_same_bits_for_every_cut_and_after_a_resumption(
     other = f"dataset.tokenizer={write_tokenizer(tmp_path / 'other', eos_token='<end>')}"
     assert command("train", *settings, other, "partitions=1", f"run_folder={tmp_path / 'no'}") == 2
     assert re.search(r"dataset\.tokenizer=.*mask_token in its tokenizer_config\.json\n$", capfd.readouterr().err)
+
+
+def test_every_evaluation_hides_the_same_tokens_of_the_test_set(tmp_path: Path) -> None:
+    """From the second evaluation on, the inputs had the masks of another epoch than the targets: a model was asked for
+    tokens that it was shown."""
+    still = ["optimizer=sgd", "learning_rate=constant", "learning_rate.peak=1e-30", "learning_rate.warmup_epochs=0"]
+    settings = [*SHORT, *SYNTHETIC, f"model.name={saved(tmp_path / 'model', 'bert')}", "partitions=1", "ema_decay=0"]
+    messages = train_here(configure(*settings, *still, "epochs=2", "check_layers=false"), tmp_path / "run")
+    first, second = (message.scores.loss for message in of_type(messages, Evaluated))
+    assert first == second
 
 
 # --- adapters
