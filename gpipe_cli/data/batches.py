@@ -72,7 +72,7 @@ class Split(Protocol):
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n,) classes, (n, lengths[-1]) tokens, or (n, S, S) classes of pixels; IGNORED where there is nothing
-        to predict."""
+        to predict, in as many places of a sample in each epoch."""
         ...
 
 

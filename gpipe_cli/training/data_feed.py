@@ -7,6 +7,7 @@ cuts the same mini-batches, so that their sizes need not be sent.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -56,6 +57,12 @@ class Reading:
     batches: MiniBatches
     loaded: LoadedBatches | None  # the inputs of the first stage; None in processes without it
 
+    @cached_property
+    def elements(self) -> torch.Tensor:
+        """int32 (samples,): how many elements there are to predict in each sample, -1 as long as it has not been read:
+        a replica need not read the targets of all others in every epoch, which may be files."""
+        return torch.full((self.batches.catalogue.samples,), -1, dtype=torch.int32)
+
     def close(self) -> None:
         if self.loaded is not None:
             self.loaded.close()
@@ -92,9 +99,18 @@ class MiniBatch:
         mini-batch, the denominator of its loss. None in processes without the first or the last stage."""
         if self.reading.split is None:
             return None
-        indices = self.reading.batches.indices(self.epoch, self.position)
-        whole = self.reading.split.targets_of(self.epoch, indices, self.lengths)
-        return whole[self.share.samples], int((whole != IGNORED).sum())
+        split, indices = self.reading.split, self.reading.batches.indices(self.epoch, self.position)
+        if self.reading.batches.replicas == 1:
+            whole = split.targets_of(self.epoch, indices, self.lengths)
+            return whole, int((whole != IGNORED).sum())
+        elements, in_share = self.reading.elements, torch.zeros(len(indices), dtype=torch.bool)
+        in_share[self.share.samples] = True
+        needed = in_share | (elements[indices] < 0)
+        needed[0] |= not needed.any()  # for the shape, where this replica has no sample
+        targets = split.targets_of(self.epoch, indices[needed], self.lengths)
+        to_predict = (targets != IGNORED).reshape(len(targets), targets.shape[1:].numel())
+        elements[indices[needed]] = to_predict.sum(dim=1, dtype=torch.int32)
+        return targets[in_share[needed]], int(elements[indices].sum())
 
 
 def saved_vocabulary(run: Path) -> bytes | None:

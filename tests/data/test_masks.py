@@ -9,9 +9,13 @@ from image_files import opened, write_image
 from PIL import Image
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.batches import MiniBatches
+from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.masks import MaskFiles
+from gpipe_cli.data.readers import Files, Samples
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError
+from gpipe_cli.training.data_feed import MiniBatch, Reading
 
 FIRST = torch.tensor([0])
 
@@ -136,3 +140,30 @@ def test_masks_are_scaled_as_torchvision_scales_them(tmp_path: Path) -> None:
         wanted = functional.center_crop(scaled, [side])[0]
         found = MaskFiles((str(image),), (str(path),), side, 256)[FIRST][0]
         assert torch.equal(found, wanted.masked_fill(wanted == 255, IGNORED))
+
+
+def test_a_replica_reads_the_masks_of_others_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only to count what there is to learn in the whole mini-batch, each of them decoded every mask in every step."""
+    for number in range(5):
+        mask = np.full((8, 8), 255, dtype=np.uint8)
+        mask[:number] = number % 2  # number 0 has nothing to learn
+        write_image(tmp_path / "images" / f"{number}.png", size=(8, 8))
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        Image.fromarray(mask).save(tmp_path / "masks" / f"{number}.png")
+    files = [tuple(str(tmp_path / kind / f"{number}.png") for number in range(5)) for kind in ("images", "masks")]
+    read, decode = list[int](), MaskFiles._read
+    monkeypatch.setattr(MaskFiles, "_read", lambda self, index: (read.append(index), decode(self, index))[1])
+    split = ImageSplit(Samples(Files(files[0]), MaskFiles(*files, 8, 2), ()), lambda image: image, None)
+    cut = {"batch_size": 5, "seed": 0, "shuffle": True, "micro_batches": 1, "replicas": 3}
+    readings = [Reading(split, MiniBatches(split.catalogue, replica=replica, **cut), None) for replica in range(3)]
+    for epoch in (0, 1):
+        read.clear()
+        parts = [MiniBatch(reading, epoch, 0).targets() for reading in readings]
+        indices = readings[0].batches.indices(epoch, 0)
+        assert sorted(read) == sorted(indices.tolist() * (1 if epoch else 3))
+        assert torch.equal(torch.cat([part[0] for part in parts if part]), split.targets_of(epoch, indices))
+        assert [part[1] for part in parts if part] == [8 * (0 + 1 + 2 + 3 + 4)] * 3
+    few = Reading(split, MiniBatches(split.catalogue, replica=2, **cut | {"batch_size": 2}), None)
+    for _ in range(2):  # the third replica has no sample of two
+        targets, elements = MiniBatch(few, 0, 0).targets() or (FIRST, 0)
+        assert (targets.shape, elements) == ((0, 8, 8), 8 * int(few.batches.indices(0, 0).sum()))
