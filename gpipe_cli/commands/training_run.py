@@ -31,7 +31,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.system.phase import phase
-from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, step_of
+from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, lost_best, step_of
 from gpipe_cli.training.checkpoint.restore import (
     CheckpointMatch,
     check_restorable,
@@ -181,6 +181,8 @@ def find_source(config: TrainConfig) -> Path | None:
         refuse_other_optimizer(config, saved)
         checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told
+        if (best := lost_best(checkpoint)) is not None:
+            show_error(f"warning: {best}: the best checkpoint is not there any more; the next evaluation is the best")
         return checkpoint
     return None if config.init_from is None else find_weights(config, show_error)
 

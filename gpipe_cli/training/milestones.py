@@ -4,7 +4,7 @@ settings and numbers that every process has, so that no decision needs to be sen
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpipe_cli.assembly.loss import Totals
@@ -16,12 +16,14 @@ from gpipe_cli.training.checkpoint.files import (
     Progress,
     check_files,
     checkpoints_in,
+    lost_best,
     read_index,
 )
 
 
 def starting_point(config: TrainConfig, source: Path | None) -> Progress:
-    """Where a run begins: the progress in the checkpoint `source` if it is resumed, otherwise step 0.
+    """Where a run begins: the progress in the checkpoint `source` if it is resumed, otherwise step 0. Without its best
+    checkpoint, the run has no best until the next evaluation.
 
     Raises InputError if a setting that determines the mini-batches differs from that of the resumed run.
     """
@@ -35,7 +37,7 @@ def starting_point(config: TrainConfig, source: Path | None) -> Progress:
                 f"{setting}={show(given)}: the run that is resumed has {setting}={show(saved)}, and its position in "
                 "the data means something else with another; leave the setting out"
             )
-    return progress
+    return progress if lost_best(source) is None else replace(progress, best_score=None, best_step=None, best=None)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,13 @@ def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, capsys: pytest.
     assert f"{gone}: the best checkpoint is not there any more; step_{progress.step:08d} is taken" in (
         capsys.readouterr().err
     )
+    resumed = [f"resume={run}", NAMED, "executor=in_process", "epochs=5", f"run_folder={tmp_path / 'resumed'}"]
+    assert command("train", *resumed) == 0, "its test set was to be scored with weights that are gone"
+    assert f"{gone}: the best checkpoint is not there any more" in capsys.readouterr().err
+    result = read_run_result(tmp_path / "resumed")
+    assert result.validation is not None
+    assert result.test is not None
+    assert result.validation.step == result.test.step == progress.step + 2
     begun = [*SMALL, "executor=in_process", "max_steps=1", f"init_from={run}"]
     assert command("train", *begun, f"run_folder={tmp_path / 'begun'}") == 0
     assert f"from {run} (step {progress.step})" in capsys.readouterr().out

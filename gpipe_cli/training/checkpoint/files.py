@@ -172,6 +172,12 @@ def _best_of(newest_first: Sequence[Path]) -> Path | None:
     return None
 
 
+def lost_best(last: Path) -> Path | None:
+    """The best checkpoint of a run whose newest is `last`, if it is not there any more."""
+    best = _best_of([last])
+    return None if best is None or best.exists() else best
+
+
 def folder_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
