@@ -477,11 +477,16 @@ def _count_classes(dataset: dict[str, Any]) -> None:
     root = dataset.get("root")
     if dataset.get("num_classes", 0) is not None or not isinstance(root, str) or root == "???":
         return  # num_classes is given, or `typed` will refuse the root
-    train = Path(root) / ("train" if dataset.get("test") is None else "")
+    train = Path(root, "train")
+    if dataset.get("test") is not None and not train.is_dir():  # with both, the data are refused
+        train = Path(root)
     try:
         folders = len(folders_in(train))
     except OSError as error:
-        use = "give the folder that holds train/ and test/, or dataset.num_classes=... where the images are not here"
+        use = (
+            "give the folder that holds train/ and test/, or dataset.test=0.2 for one that holds the classes, or "
+            "dataset.num_classes=... where the images are not here"
+        )
         raise RefusedError("dataset.root", root, f"'{train}' cannot be read ({error.strerror}); {use}") from error
     if folders < 2:
         why = f"'{train}' has {plural(folders, 'class folder')}; put the images of each class into a folder there"

@@ -128,6 +128,12 @@ def test_class_folders_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "train" / "fox").mkdir()
     assert load(save(config, tmp_path / "run")).dataset.num_classes == 3
     assert train(*given, "dataset.num_classes=7").dataset.num_classes == 7
+    # train and test were taken for two classes, which the model was blamed for
+    assert train(*given, "dataset.test=0.2").dataset.num_classes == 4
+    flat = ("dataset=image_folder", f"dataset.root={tmp_path / 'train'}")
+    assert train(*flat, "dataset.test=0.2").dataset.num_classes == 4
+    with pytest.raises(InputError, match=r"dataset\.test=0\.2"):
+        train(*flat)
 
 
 def test_a_run_from_before_a_setting_can_be_resumed(tmp_path: Path) -> None:
