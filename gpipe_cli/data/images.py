@@ -252,7 +252,10 @@ def _check_targets(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
         if not any(bool((piece != IGNORED).any()) for piece in pieces):
             key, value = ("dataset", dataset.name) if dataset.root is None else ("dataset.root", dataset.root)
             why = f"where the {name} images are cut, all pixels of their masks are {NOTHING}, which is nothing to learn"
-            raise RefusedError(key, value, f"{why}; give masks with classes")
+            use = "give masks with classes"
+            if isinstance(dataset.validation, float) and name != "test":
+                use += ", or another share dataset.validation"
+            raise RefusedError(key, value, f"{why}; {use}")
 
 
 def centre_share(dataset: ImagesConfig) -> float:

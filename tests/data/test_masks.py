@@ -125,6 +125,8 @@ def test_a_split_without_a_valid_target_is_refused(tmp_path: Path) -> None:
         write_image(root / split / "images" / "b.jpg", size=(12, 8))
         (root / split / "masks" / "b.png").write_bytes(whole)
     opened("image_masks", root, num_classes=2, augmentation=None)
+    with pytest.raises(RefusedError, match=r"another share dataset\.validation$"):  # of which a set has no class
+        opened("image_masks", root, num_classes=2, augmentation=None, validation=0.5)
 
 
 def test_masks_are_scaled_as_torchvision_scales_them(tmp_path: Path) -> None:
