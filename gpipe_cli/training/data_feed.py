@@ -308,7 +308,8 @@ class Data:
         classes of the data; () otherwise."""
         theirs, count = self._trained_on.classes, len(self.classes)
         if self._source is not None and theirs is None and self.classes:
-            what = f"its outputs are taken for the classes of the data: {first_few(self.classes)}"
+            which = "its outputs" if self._trained_on.required else "outputs that are taken from it"
+            what = f"{which} are taken for the classes of the data: {first_few(self.classes)}"
             return (("classes", f"that run kept no names; {what}"),)
         if self._source is None and theirs and len(theirs) == count and not same_classes(theirs, self.classes):
             what = f"the pretrained classifier is of others: {first_few(theirs)}"

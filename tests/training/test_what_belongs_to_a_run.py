@@ -145,7 +145,10 @@ def test_a_run_that_kept_no_names_says_so(colours: Path, tmp_path: Path, capsys:
     index.write_text(json.dumps(values))
     capsys.readouterr()
     assert command("evaluate", f"run={tmp_path / 'run'}", NAMED) == 0
-    assert "classes      that run kept no names" in capsys.readouterr().out
+    assert "classes      that run kept no names; its outputs are taken" in capsys.readouterr().out
+    begun = [*PHOTOS, f"dataset.root={colours}", "max_steps=1", f"init_from={tmp_path / 'run'}", "init_head=new"]
+    assert command("train", *begun, f"run_folder={tmp_path / 'begun'}") == 0
+    assert "its outputs are taken" not in capsys.readouterr().out, "the classifier is new"
     resumed = tmp_path / "resumed"
     assert command("train", f"resume={tmp_path / 'run'}", NAMED, "max_steps=2", f"run_folder={resumed}") == 0
     assert "classes      that run kept no names" in capsys.readouterr().out
