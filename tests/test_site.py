@@ -30,6 +30,15 @@ def test_a_page_of_the_user_stays(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("index.html", "<h1>about gpipe</h1>")]
 
 
+def test_the_page_of_a_plan_stays(tmp_path: Path, site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Or that of a run, whose measured steps cannot be had again."""
+    page = (site / "pipeline.html").read_bytes()
+    (tmp_path / "pipeline.html").write_bytes(page)
+    assert command("site", str(tmp_path), *PLAN, "partitions=1") == 2
+    assert f"{tmp_path}/pipeline.html: is the page of a run or a plan" in capfd.readouterr().err
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("pipeline.html", page)]
+
+
 def test_the_site_is_two_files_of_one_plan(site: Path) -> None:
     assert {file.name for file in site.iterdir()} == {"index.html", "pipeline.html"}
     front = (site / "index.html").read_text(encoding="utf-8")

@@ -78,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
 
         for file in (folder / FRONT, folder / PAGE):
             _check_ours(file)
+        if (folder / PAGE).exists() and not (folder / FRONT).exists():
+            raise InputError(f"{folder / PAGE}: is the page of a run or a plan; give another folder")
         console = Console()
         prepared = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
         title = f"{model_name(prepared.config.model)} on {prepared.config.dataset.name}"

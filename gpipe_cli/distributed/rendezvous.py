@@ -118,7 +118,7 @@ def _wait(is_done: Callable[[], bool], whom: str, most: timedelta = timedelta.ma
     limit = min(most, _patience()).total_seconds()
     began = time.monotonic() if began is None else began
     said_at = time.monotonic() + _SAID_SECONDS
-    unset = f"{' '.join(variables())}: if nothing has started these processes together, unset them"
+    unset = variables()
     while not is_done():
         if time.monotonic() > began + limit:
             raise TimeoutError(f"torchrun: no answer from {whom} within {limit:g} s; {unset}")

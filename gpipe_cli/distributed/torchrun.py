@@ -46,9 +46,10 @@ def torchrun() -> Torchrun | None:
     return Torchrun(rank, processes, local_processes, local_rank)
 
 
-def variables() -> list[str]:
-    """The variables that are set, as NAME=VALUE."""
-    return [f"{name}={shortened(os.environ[name])}" for name in _VARIABLES if name in os.environ]
+def variables() -> str:
+    """The variables that are set, as NAME=VALUE, and what to do if another program has left them."""
+    are_set = [f"{name}={shortened(os.environ[name])}" for name in _VARIABLES if name in os.environ]
+    return f"{' '.join(are_set)}: if nothing has started these processes together, unset them"
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def wait_limit() -> float | None:
 def refuse_torchrun(why: str) -> None:
     """Under torchrun, raise InputError with `why` (reason and remedy): for commands that run in a single process."""
     if torchrun() is not None:
-        raise InputError(f"torchrun: {why}")
+        raise InputError(f"torchrun: {why}; {variables()}")
 
 
 def store_address() -> tuple[str, int]:

@@ -68,6 +68,12 @@ def test_variables_that_another_program_has_left_are_named(
     assert re.search(rf"^gpipe {name}: .*no answer from {whom} within 0\.5 s; {variables}$", said, re.MULTILINE)
 
 
+def test_a_command_of_one_process_names_them_too(left_over: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It was told to call gpipe plan, as it had."""
+    assert command("plan", *SMALL, "hardware=cpu") == 2
+    assert "WORLD_SIZE=2 MASTER_ADDR=localhost" in capfd.readouterr().err
+
+
 def test_what_listens_and_is_no_store_is_not_waited_for_long(left_over: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's store waits for an answer without end, in C++. Process 0 cannot begin a store there."""
     with socket.create_server(("localhost", int(left_over))), waiting_at_most(0.5):

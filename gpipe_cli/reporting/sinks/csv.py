@@ -14,7 +14,7 @@ from pathlib import Path
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import show_error
 from gpipe_cli.reporting.sinks.sink import Sink
-from gpipe_cli.system.files import naming, write_whole
+from gpipe_cli.system.files import naming, open_regular, write_whole
 from gpipe_cli.units import plural
 
 NAME = "metrics.csv"
@@ -69,7 +69,7 @@ class Writer(Sink):
 
     def _read_tags(self) -> None:
         """Take the columns of the file; a line tells how many rows are left out. Raises OSError if there are none."""
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             head = file.readline().decode(errors="replace")
             lines = sum(line.endswith(b"\n") for line in file)
         try:
@@ -85,7 +85,7 @@ class Writer(Sink):
     def _written(self) -> Iterator[tuple[int, dict[str, str]]]:
         """Step and values of each row in the file, without the last if it is incomplete, and without what can be no
         row: a power failure may leave zeros in place of what was written last."""
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             file.readline()
             for line in file:
                 if _ROW.fullmatch(line) and line.count(b",") == self._columns:

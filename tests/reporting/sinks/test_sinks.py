@@ -1,6 +1,7 @@
 """Sinks beside TensorBoard: the same points, settings and pictures, in stores that are read back."""
 
 import csv
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,11 @@ def test_a_damaged_metrics_csv_ends_no_run(tmp_path: Path, capsys: pytest.Captur
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {file}: its first line names no columns; move it away; ")
     assert file.read_bytes() == damaged
+    file.unlink()
+    os.mkfifo(file)  # to open it waited for a writer, without end, and no signal ended the run
+    report(tmp_path, "logger=[csv]", first_step=4)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {file}: is not a regular file; ")
     assert read_result(tmp_path)["status"] == "completed"
 
 
