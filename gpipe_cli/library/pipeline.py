@@ -190,7 +190,8 @@ class Pipeline:
     def step(
         self, inputs: Values | None, targets: Values | None, loss: Loss, *, reduction: Reduction = "mean"
     ) -> torch.Tensor:
-        """Run a mini-batch forward and backward; the gradients are added to `.grad` of the parameters.
+        """Run a mini-batch forward and backward; the gradients are added to `.grad` of the parameters. Hooks of
+        `register_post_accumulate_grad_hook` are called once, at its end.
 
         Args:
             inputs: (N, ...), or a tuple of such tensors, with which the first layer is called.

@@ -19,7 +19,7 @@ def left_by_compiler(function: Callable[_Arguments, _Returned]) -> Callable[_Arg
 
     @wraps(function)
     def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-        if "torch._dynamo" not in sys.modules:
+        if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
         return torch.compiler.disable(function)(*args, **kwargs)
 
