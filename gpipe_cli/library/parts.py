@@ -1,14 +1,15 @@
 """The arguments of a `Pipeline`, the layout of its stages, and the preparation of its layers."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gpipe_cli.config.settings import PipelineSettings, load_hardware
 from gpipe_cli.config.typed import Count, RefusedError, with_type
@@ -16,6 +17,7 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import Torchrun, waiting_at_most
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.custom import fault_of
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
 from gpipe_cli.planner.cut import balanced
@@ -133,6 +135,21 @@ def copied(layers: nn.Sequential, convert: Callable[[torch.Tensor], torch.Tensor
     except (RuntimeError, TypeError) as error:  # for a tensor with a graph, or an object that cannot be pickled
         why = f"cannot be copied ({with_type(error)}); keep such objects out of the layers"
         raise RefusedError("layers", type(layers).__name__, why) from error
+
+
+def check_not_inference(call: str) -> None:
+    """Raises InputError inside torch.inference_mode, whose tensors no backward can use."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(f"{call}: called inside torch.inference_mode, in which nothing is trained; call it outside")
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, modes that the program has set are off. Layers are traced on the meta device: detection of anomalies
+    would ask for values there, and a dispatch mode would count what is never computed."""
+    without_anomalies = torch.autograd.set_detect_anomaly(False)
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), without_anomalies:
+        yield
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:

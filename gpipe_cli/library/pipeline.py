@@ -23,11 +23,13 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.library.parts import (
     Arguments,
     as_sequential,
+    check_not_inference,
     choose_balance,
     connect,
     copied,
     move,
     place,
+    without_modes,
     without_values,
 )
 from gpipe_cli.models.skips import find_skips
@@ -43,6 +45,7 @@ from gpipe_cli.pipeline.runtime.boundary import (
     split_all,
 )
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
+from gpipe_cli.pipeline.runtime.frozen import keep_in_evaluation
 from gpipe_cli.pipeline.runtime.layer_call import shapes_of
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators
 from gpipe_cli.pipeline.runtime.replicas import Replicas
@@ -55,6 +58,7 @@ from gpipe_cli.planner.shared_layers import check_cut, find_read, find_shared
 from gpipe_cli.schedule.named_schedules import forward_only, order
 from gpipe_cli.schedule.partitioner import check_balance
 from gpipe_cli.schedule.schedule import RecomputeMode, Schedule
+from gpipe_cli.system.uncompiled import left_by_compiler
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
 from gpipe_cli.training.step import clip, norms_of
 from gpipe_cli.units import count, plural
@@ -112,8 +116,9 @@ class Pipeline:
         Args:
             layers: an nn.Sequential, or modules in order, with their values. Each maps a tensor, or a tuple of them, to
                 another, and does not change its input in place. The pipeline trains these very parameters; hooks and
-                modes of the modules that are set later have no effect on it. Under torchrun, layers of other processes
-                are moved to the meta device, which frees their memory.
+                modes of the modules that are set later have no effect on it: modules that are in evaluation mode now
+                stay so until `train` or `eval` is called. Under torchrun, layers of other processes are moved to the
+                meta device, which frees their memory.
             example: inputs as those of a mini-batch, of which only shapes and types matter. With it the cut is known,
                 and the parameters are on their devices, before the optimizer is made; without it from the first step
                 on. Under torchrun, it or `balance` is required.
@@ -139,6 +144,7 @@ class Pipeline:
         Raises InputError, which names the argument, for what cannot be cut or placed, and ConnectionError or
         TimeoutError if other processes do not come.
         """
+        check_not_inference("Pipeline")
         started = torchrun()
         devices = [devices] if isinstance(devices, str) else devices
         given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
@@ -160,12 +166,15 @@ class Pipeline:
         self._shared = find_shared(whole, "layers")
         self._model = copied(whole, without_values)  # the whole model on the meta device
         self._module = copied(whole, lambda tensor: tensor)  # the layers of this process
+        modes = whole.named_modules(remove_duplicate=False)
+        self._keep_in_evaluation(name for name, module in modes if name and not module.training)
         self._computed_in = COMPUTED_IN[precision]  # the type of products, also where the program sets autocast
-        self._traced: dict[tuple[Boundary, torch.dtype | None], TracedModel] = {}
+        self._traced: dict[tuple[Boundary, torch.dtype | None, frozenset[str]], TracedModel] = {}
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
         self._takes_single_samples = False  # set once a run has shown that every layer does
-        self._compiled = set[tuple[Boundary, int, torch.dtype | None]]()  # shapes of inputs, sizes, and `_computed_in`
+        # shapes of inputs, sizes, `_computed_in` and `_in_evaluation`
+        self._compiled = set[tuple[Boundary, int, torch.dtype | None, frozenset[str]]]()
         self._replicas_agree = False  # set once the buffers of replicas have been compared after a step
         inputs = None if example is None else _checked("example", example)
         traced = None if inputs is None else self._trace(as_boundary(inputs))
@@ -177,10 +186,12 @@ class Pipeline:
             if name not in local_layers:
                 layer.to_empty(device="meta")
 
+    @left_by_compiler
     def step(
         self, inputs: Values | None, targets: Values | None, loss: Loss, *, reduction: Reduction = "mean"
     ) -> torch.Tensor:
-        """Run a mini-batch forward and backward; the gradients are added to `.grad` of the parameters.
+        """Run a mini-batch forward and backward; the gradients are added to `.grad` of the parameters. Hooks of
+        `register_post_accumulate_grad_hook` are called once, at its end.
 
         Args:
             inputs: (N, ...), or a tuple of such tensors, with which the first layer is called.
@@ -200,6 +211,7 @@ class Pipeline:
         PeerLostError if another process is lost.
         """
         self._require(training=True)
+        check_not_inference("step")
         if reduction not in ("mean", "sum"):
             raise RefusedError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
         if inputs is not None and any(tensor.requires_grad for tensor in _checked("inputs", inputs)):
@@ -228,6 +240,8 @@ class Pipeline:
         self.steps += 1
         return self._sum_of_last(None if objective is None else objective.total())
 
+    @left_by_compiler
+    @torch.inference_mode(mode=False)  # as later steps train what the first call builds
     def forward(self, inputs: Values | None) -> Any:
         """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
@@ -250,8 +264,21 @@ class Pipeline:
 
     __call__ = forward
 
-    def train(self, mode: bool = True) -> "Pipeline":
-        """Set training mode, as `nn.Module.train`, or with False evaluation mode."""
+    def train(self, mode: bool = True, *, in_evaluation: Iterable[str] = ()) -> "Pipeline":
+        """Set training mode, as `nn.Module.train`, or with False evaluation mode. Modules that `in_evaluation` names
+        stay in evaluation mode, with those below them:
+
+            pipeline.train(in_evaluation=["1", "3.norm"])  # as layers.train(); layers[1].eval(); layers[3].norm.eval()
+
+        Raises InputError for a name that is not in `named_modules()` of the layers."""
+        names = {name for name, _ in self._model.named_modules(remove_duplicate=False)}
+        kept = list(in_evaluation)
+        for name in kept:
+            if name not in names:
+                raise RefusedError("in_evaluation", name, "is no module; give names from named_modules() of the layers")
+        below = tuple(f"{name}." for name in kept)
+        self._keep_in_evaluation(name for name in names if name in kept or name.startswith(below))
+        self._takes_single_samples = False
         self.training = mode
         if self._part is not None:
             for stage in self._part.stages.values():
@@ -338,6 +365,11 @@ class Pipeline:
             lines.append(f"  stage {k}  {where}  {plural(len(names), 'layer')}: {ends}  {parameters}")
         return "\n".join(lines)
 
+    def _keep_in_evaluation(self, names: Iterable[str]) -> None:
+        self._in_evaluation = frozenset(names)
+        keep_in_evaluation(self._model, self._in_evaluation)
+        keep_in_evaluation(self._module, self._in_evaluation)
+
     @property
     def _here(self) -> tuple[int, ...]:
         """The stages of this process."""
@@ -345,12 +377,13 @@ class Pipeline:
 
     def _trace(self, inputs: Boundary) -> TracedModel:
         """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError as `trace_layers`."""
-        key = inputs, self._computed_in
+        key = inputs, self._computed_in, self._in_evaluation
         if key not in self._traced:
             # within a process, the types between layers need not be known
             computed_in = self._computed_in if self._layout.distributed else COMPUTED_IN[self._arguments.precision]
             trace = partial(trace_layers, self._model, inputs, computed_in=computed_in, device=self._device_type)
-            costs, evaluation = (trace(training=mode) for mode in (True, False))
+            with without_modes():
+                costs, evaluation = (trace(training=mode) for mode in (True, False))
             shared = (*self._shared, *find_read(costs, evaluation))
             self._traced[key] = TracedModel(costs, evaluation, shared)
         return self._traced[key]
@@ -411,7 +444,8 @@ class Pipeline:
             self._part = self._build(
                 replace(spec, training_boundaries=in_training, evaluation_boundaries=in_evaluation)
             )
-            self.train(self.training)
+            for stage in self._part.stages.values():
+                stage.set_training(self.training)
             if self._part.replicas is not None:
                 parameters = dict(self._module.named_parameters())
                 _refuse_different(self._part.replicas, parameters, "build all replicas from the same seed")
@@ -433,8 +467,9 @@ class Pipeline:
             yield
 
     def _compile(self, part: PipelinePart, mini_batch: "_MiniBatch") -> None:
-        needed = {(mini_batch.shapes, size, self._computed_in) for size in mini_batch.sizes}
-        part.compile(mini_batch.shapes, sorted(size for _, size, _ in needed - self._compiled))
+        how = self._computed_in, self._in_evaluation
+        needed = {(mini_batch.shapes, size, *how) for size in mini_batch.sizes}
+        part.compile(mini_batch.shapes, sorted(size for _, size, *_ in needed - self._compiled))
         self._compiled |= needed
 
     def _build(self, spec: PipelineCut) -> PipelinePart:
@@ -452,7 +487,8 @@ class Pipeline:
         if self._takes_single_samples:
             return
         try:
-            run_shapes(self._model, next(iter(self._traced))[0])
+            with without_modes():
+                run_shapes(self._model, next(iter(self._traced))[0])
         except InputError as error:
             most = samples // 2
             remedy = f"use micro_batches={most} or fewer, or larger mini-batches" if most else "use larger ones"
@@ -497,6 +533,7 @@ class Pipeline:
         for parameter, earlier in zip(summed, earlier_gradients, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        part.executor.call_gradient_hooks()
 
     def _sum_of_last(self, value: torch.Tensor | None) -> torch.Tensor:
         """The sum over replicas of the values that the processes of the last stage have, in every process."""

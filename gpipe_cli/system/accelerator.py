@@ -106,8 +106,10 @@ def generators(device: torch.device) -> list[torch.Generator]:
     """The default generators that a layer on `device` may draw from: the CPU's and, on an accelerator, the device's."""
     defaults = [torch.default_generator]
     if is_accelerator(device):
+        module = torch.get_device_module(device)
+        module.init()  # there are no generators before
         index = torch.accelerator.current_device_index() if device.index is None else device.index
-        defaults.append(torch.get_device_module(device).default_generators[index])
+        defaults.append(module.default_generators[index])
     return defaults
 
 

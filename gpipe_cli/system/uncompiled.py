@@ -1,12 +1,29 @@
 """Keeps torch's compiler, whose import takes a second or two, out of processes that compile nothing."""
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
+
+
+def left_by_compiler(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """The function, run as it is where a program compiles its caller: the compiler would enter the engine, and compile
+    each of its functions again and again."""
+
+    @wraps(function)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    return called
 
 
 @cache

@@ -108,6 +108,7 @@ def compute_gradients(
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
     recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
     engine.sum_gradients(recording)
+    engine.executor.call_gradient_hooks()
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.spec.layout.devices[k])

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import torch
 from library_runs import lively_layers, mini_batch, train
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from training_runs import assert_same_tensors
 
 import gpipe_cli
@@ -365,6 +369,142 @@ def test_stages_are_placed_on_the_gpus_of_a_program(
 
 
 ONES = torch.ones(4, 2)
+INPUTS, CLASSES = torch.linspace(-1, 1, 54).view(9, 6).sin(), torch.arange(9) % 3
+
+
+def normed() -> nn.Sequential:
+    """With statistics that are not those of any mini-batch."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    layers[1].running_mean.add_(0.3)
+    return layers
+
+
+def gradients_of_step(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    pipeline.step(INPUTS, CLASSES, F.cross_entropy)
+    return {name: parameter.grad for name, parameter in pipeline.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_modes_that_layers_are_given_in_hold_until_they_are_set(recompute: Any) -> None:
+    """A norm in evaluation mode, as for fine-tuning, was trained: other gradients in all layers."""
+    plain = normed()
+    plain[1].eval()
+    for inputs, classes in zip(INPUTS.split(3), CLASSES.split(3), strict=True):
+        (F.cross_entropy(plain(inputs), classes) / 3).backward()
+    given = normed()
+    given[1].eval()
+    pipeline = Pipeline(given, INPUTS, partitions=2, micro_batches=3, recompute=recompute)
+    for _ in range(2):
+        for name, gradient in gradients_of_step(pipeline).items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+        assert torch.equal(pipeline.state_dict()["1.running_mean"], plain[1].running_mean)
+        pipeline.eval()(INPUTS)
+        pipeline.train(in_evaluation=["1"])
+    pipeline.step(INPUTS[:1], CLASSES[:1], F.cross_entropy)  # a norm in training would refuse a single sample
+    assert_same_tensors(
+        gradients_of_step(pipeline.train()), gradients_of_step(Pipeline(normed(), partitions=1, micro_batches=3))
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_hooks_that_step_in_the_backward_are_called_once_with_the_whole_gradient(schedule: str) -> None:
+    """They were called for each micro-batch, and changed weights that others still needed."""
+    trained = []
+    for in_backward in (False, True):
+        pipeline = Pipeline(normed(), INPUTS, partitions=2, micro_batches=3, schedule=schedule)
+        of_parameter = {p: torch.optim.SGD([p], 0.1) for p in pipeline.parameters()}
+        calls: list[torch.Tensor] = []
+
+        def update(parameter: torch.Tensor, of_parameter: Any = of_parameter, calls: Any = calls) -> None:
+            calls.append(parameter)
+            of_parameter[parameter].step()
+            of_parameter[parameter].zero_grad()
+
+        for parameter in of_parameter if in_backward else ():
+            parameter.register_post_accumulate_grad_hook(update)
+        for _ in range(2):
+            pipeline.step(INPUTS, CLASSES, F.cross_entropy)
+            for parameter in () if in_backward else of_parameter:
+                update(parameter)
+        assert len(calls) == 2 * len(of_parameter)
+        trained.append(pipeline.state_dict())
+    assert_same_tensors(*trained)
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        lambda: torch.autograd.set_detect_anomaly(True), deterministic, double_by_default, torch.no_grad,
+        lambda: torch.device("meta"), lambda: torch.autograd.set_multithreading_enabled(False), Dispatched,
+        lambda: FlopCounterMode(display=False), torch.profiler.profile, torch.autograd.graph.save_on_cpu,
+    ],
+    ids=[
+        "anomalies", "deterministic", "dtype", "no_grad", "device", "threads", "dispatch", "flops", "profiler",
+        "saved_on_cpu",
+    ],
+)  # fmt: skip
+def test_switches_of_torch_change_no_gradient(switch: Callable[[], Any], request: pytest.FixtureRequest) -> None:
+    """Around the whole program, and around a step; detection of anomalies once ended a trace."""
+    expected = gradients_of_step(Pipeline(normed(), INPUTS, partitions=2, micro_batches=3))
+    layers, pipelines = normed(), []
+    if "flops" not in request.node.name:  # its hooks take part in every backward, and a traced one is refused
+        with warnings.catch_warnings(), switch():
+            warnings.simplefilter("ignore")  # torch warns of slow detection
+            pipelines.append(Pipeline(layers, INPUTS, partitions=2, micro_batches=3))
+            assert_same_tensors(gradients_of_step(pipelines[0]), expected)
+    pipelines.append(Pipeline(normed(), INPUTS, partitions=2, micro_batches=3))
+    for pipeline in pipelines:
+        with warnings.catch_warnings(), switch():
+            warnings.simplefilter("ignore")
+            assert_same_tensors(gradients_of_step(pipeline), expected)
+
+
+def test_an_evaluation_in_inference_mode_leaves_a_pipeline_that_can_be_trained() -> None:
+    pipeline = Pipeline(normed(), partitions=2, micro_batches=3).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(pipeline(INPUTS), normed().eval()(INPUTS))
+    expected = gradients_of_step(Pipeline(normed(), partitions=2, micro_batches=3))
+    assert_same_tensors(gradients_of_step(pipeline.train()), expected)
+
+
+def test_a_compiled_training_step_runs_the_engine_as_it_is() -> None:
+    """The compiler entered the engine, and compiled its functions again and again: 35 s before the first step."""
+    pipeline = Pipeline(normed(), INPUTS, partitions=2, micro_batches=3)
+
+    @torch.compile(backend="eager")
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        return 2 * pipeline.step(inputs + 0, CLASSES, F.cross_entropy)
+
+    expected = Pipeline(normed(), INPUTS, partitions=2, micro_batches=3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            assert step(INPUTS) == 2 * expected.step(INPUTS, CLASSES, F.cross_entropy)
 
 
 def step(inputs: Any = ONES, targets: Any = ONES, loss: Any = F.mse_loss, **more: Any) -> object:
@@ -406,7 +546,9 @@ WRONG: dict[str, Callable[[], object]] = {
     "inputs": lambda: step(inputs=nn.Linear(2, 2)(ONES)),  # whose gradients were left out without a word
     "the last layer returns": lambda: small(nn.Linear(2, 2), Gram()).eval()(ONES),
     "loss": lambda: step(loss=lambda outputs, targets: outputs - targets),
-    "step": lambda: small().eval().step(ONES, ONES, F.mse_loss),
+    "step: the pipeline": lambda: small().eval().step(ONES, ONES, F.mse_loss),
+    "step: called inside torch.inference_mode": lambda: torch.inference_mode()(small().step)(ONES, ONES, F.mse_loss),
+    "in_evaluation=2": lambda: small().train(in_evaluation=["2"]),
 }  # fmt: skip
 
 

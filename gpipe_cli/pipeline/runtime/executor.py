@@ -4,8 +4,9 @@ A process performs, in order, the actions of the stages that live in it: a singl
 transport differs. There is no other path: training with one partition and evaluation are schedules too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -49,6 +50,7 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._on_action = stages, transport, on_action
         self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
+        self._parameters = [*dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())]
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
     def run(
@@ -68,8 +70,9 @@ class Executor:
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch; the
         process of the first stage needs `inputs`, (N, ...) each, that of the last stage `objective`. With `replicas`,
         this pipeline's micro-batches are numbered from `first_micro_batch` on, and gradients are still being summed
-        over replicas on return. Raises ActionFailedError if an action fails, ChangedInputError for a layer that changes
-        its input in place, and PeerLostError if a neighbour is lost.
+        over replicas on return. Hooks of `register_post_accumulate_grad_hook`, which may change weights that other
+        micro-batches still need, are left to `call_gradient_hooks`. Raises ActionFailedError if an action fails,
+        ChangedInputError for a layer that changes its input in place, and PeerLostError if a neighbour is lost.
         """
         micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)
@@ -79,11 +82,12 @@ class Executor:
         recording = self.recorder.begin_step(schedule)
         if replicas is not None:
             replicas.begin_step({index: stage.module for index, stage in self._stages.items()})
-        for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
-            self._on_action(action, sizes[action.micro_batch], lengths)
-            is_last = action == schedule.stages[action.stage][-1]
-            with replicas.last_action(action.stage) if replicas is not None and is_last else nullcontext():
-                self._perform(action, keep, schedule, micro_batches, recording)
+        with self._without_gradient_hooks():
+            for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
+                self._on_action(action, sizes[action.micro_batch], lengths)
+                is_last = action == schedule.stages[action.stage][-1]
+                with replicas.last_action(action.stage) if replicas is not None and is_last else nullcontext():
+                    self._perform(action, keep, schedule, micro_batches, recording)
         if replicas is not None and not sizes:
             for index in self._stages:
                 with replicas.last_action(index):
@@ -92,6 +96,24 @@ class Executor:
             stage.finish_step(alone if replicas is None else replicas.gather)
         self._transport.finish_step()
         return recording
+
+    def call_gradient_hooks(self) -> None:
+        """Call the hooks of `register_post_accumulate_grad_hook`, once the gradients of a mini-batch are complete."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                    hook(parameter)
+
+    @contextmanager
+    def _without_gradient_hooks(self) -> Iterator[None]:
+        hooks = [(p, p._post_accumulate_grad_hooks) for p in self._parameters if p._post_accumulate_grad_hooks]
+        for parameter, _ in hooks:
+            parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave them in autograd
+        try:
+            yield
+        finally:
+            for parameter, of_parameter in hooks:
+                parameter._post_accumulate_grad_hooks = of_parameter
 
     def settle(self) -> None:
         """Wait until the last step's tensors have left this process; call this before discarding the executor."""

@@ -5,6 +5,10 @@ A recomputation runs a micro-batch a second time (paper section 2.3). It has to 
 began with, or it computes other values; and it must leave them as they were, or the micro-batch counts twice. So a
 forward that will be run again keeps the earlier values of what it changes. Batch norms are not concerned, as their
 statistics are deferred. Attributes that are no buffers are not looked at.
+
+Torch counts the writes to a tensor, but not those of all operations: not through `.data`, and not those of the fused
+observers of quantization-aware training. So the first forward also compares values, and where one has changed unseen,
+all buffers of its module count as changing: those of an observer may keep their values in one micro-batch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,6 +19,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.runtime.boundary import same_bits
 
 
 class _Entry(NamedTuple):
@@ -58,7 +63,12 @@ class LayerBuffers:
         yield changed
         changing = {at for at, pair in enumerate(zip(before, self._versions(), strict=True)) if _differ(*pair)}
         if self._changing is None:
-            self._changing = changing
+            unseen = {
+                id(self._all[at].buffers)
+                for at in set(watched) - changing
+                if _changed(self._all[at].read(), values[at])
+            }
+            self._changing = changing | {at for at, entry in enumerate(self._all) if id(entry.buffers) in unseen}
         for at in changing - self._changing:
             entry = self._all[at]
             raise InputError(
@@ -88,6 +98,10 @@ class LayerBuffers:
 def _differ(before: tuple[torch.Tensor | None, int], after: tuple[torch.Tensor | None, int]) -> bool:
     """Whether a buffer is another tensor, or was written to."""
     return before[0] is not after[0] or before[1] != after[1]
+
+
+def _changed(buffer: torch.Tensor | None, value: torch.Tensor | None) -> bool:
+    return buffer is not None and value is not None and not same_bits(buffer, value)
 
 
 def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,11 +3,13 @@
 Recomputations once changed them a second time, without a word: other running statistics, and other weights.
 """
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 from training_runs import assert_same_tensors
 
 from gpipe_cli import Pipeline
@@ -43,6 +45,30 @@ class Late(nn.Module):
         return x * 2
 
 
+class Unseen(nn.Module):
+    """Moves its bounds as an observer of quantization-aware training does: without a count of the write. The lower one
+    only moves in some micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(()))
+        self.register_buffer("high", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.low.data.sub_(0.1 * (x.detach().max() < 1))
+        self.high.data.add_(0.1 * (x.detach().max() - self.high))
+        return x * (1 + self.high - self.low)
+
+
+def quantized() -> nn.Module:
+    """A layer of quantization-aware training, whose observers write by a fused operation."""
+    layer = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).train()
+    layer.qconfig = quantization.get_default_qat_qconfig("x86")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces its move to another package
+        return quantization.prepare_qat(layer)
+
+
 def normalized() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten()
@@ -66,7 +92,7 @@ def trained(layer: Callable[[], nn.Module], partitions: int, recompute: str, sch
     return pipeline.state_dict() | {"evaluated": pipeline.eval()(torch.ones(4, 5))}
 
 
-@pytest.mark.parametrize("layer", [Codebook, normalized, limited])
+@pytest.mark.parametrize("layer", [Codebook, normalized, limited, Unseen, quantized])
 def test_a_micro_batch_counts_once(layer: Callable[[], nn.Module]) -> None:
     for schedule in ("gpipe", "zero_bubble"):  # which add up gradients in other orders
         expected = trained(layer, 1, "never", schedule)

@@ -1,5 +1,7 @@
 """Random numbers and first weights: the same everywhere, whatever the cut."""
 
+import subprocess
+import sys
 from collections import OrderedDict
 from itertools import product
 
@@ -21,6 +23,14 @@ def test_the_numbers_are_the_same_everywhere() -> None:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     assert mix(0) == state ^ (state >> 31)
+
+
+def test_generators_of_a_gpu_are_there_before_anything_else_has_used_it() -> None:
+    """The first step of a program looked for them in an empty tuple. Without a GPU the driver is what is missing."""
+    program = "import torch; from gpipe_cli.system.accelerator import generators; generators(torch.device('cuda:0'))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "IndexError" not in ended.stderr
+    assert (ended.returncode == 0) is torch.cuda.is_available()
 
 
 def test_neighbours_do_not_collide() -> None:

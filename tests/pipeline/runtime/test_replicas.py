@@ -173,11 +173,11 @@ def test_a_gradient_that_is_added_to_once_more_is_refused(alone: Replicas) -> No
     made = stages()
     last = made[1].module.last.weight
 
-    def once_more(weight: torch.Tensor) -> None:
+    def once_more(gradient: torch.Tensor) -> None:
         with torch.enable_grad():
             last.sum().backward()
 
-    made[1].module.odd.product.weight.register_post_accumulate_grad_hook(once_more)
+    made[1].module.odd.product.weight.register_hook(once_more)
     with pytest.raises(InputError, match="replicas=1: a layer of stage 1 adds to a gradient several times"):
         step(made, "gpipe", 1, alone)
 
