@@ -11,6 +11,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -119,12 +121,22 @@ class Pool:
         ]
 
 
+def _in_graph(parameter: nn.Parameter) -> bool:
+    """Whether a graph of autograd over a parameter is alive, which then has the node that adds up its gradient."""
+    get_gradient_edge(parameter).node.metadata["met"] = True
+    return get_gradient_edge(parameter).node.metadata.pop("met", False)
+
+
 class TapeMaker:
-    """A `GraphMaker` for the CPU."""
+    """A `GraphMaker` for the CPU. As in a GPU's, a recording fails while a graph of autograd over one of `parameters`
+    is alive, whose node belongs to the stream on which it was made."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
+        self.parameters: Sequence[nn.Parameter] = ()
+        self.failed = 0  # recordings
         self._recording: Tape | None = None
+        self._stale = False
 
     def new_pool(self) -> Pool:
         return Pool()
@@ -133,12 +145,17 @@ class TapeMaker:
         return Draws()
 
     def apart(self) -> Any:
+        self._stale = any(map(_in_graph, self.parameters))
         return nullcontext()
 
-    refusing_waits = apart
+    def refusing_waits(self) -> Any:
+        return nullcontext()
 
     @contextmanager
     def record(self, pool: Pool, draws: Sequence[Draws]) -> Iterator[Tape]:
+        if self._stale:
+            self.failed += 1
+            raise RuntimeError("a node of autograd belongs to another stream")
         tape = self._recording = Tape(pool)
         tape.begin()
         try:

@@ -14,7 +14,9 @@ held are those of the largest micro-batch, however many shapes there are (`plann
 Python runs while a graph is recorded, and never again: a number that changes between steps would keep its value. So
 graphs are used only where they are proven to be right: before the first use an action runs both ways on a real
 micro-batch, with other seeds and values than those recorded, and all results must have the same bits. Layers that
-cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why.
+cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why. A recording may
+also fail for a reason that passes: the device has no memory left, or the program keeps a graph of autograd over the
+weights. It is tried again, after twice as many steps each time, so that it costs less and less.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -141,13 +143,16 @@ class StageGraphs:
         self._compute, self._running_layer = compute, running_layer
         self.rehearsing = False  # whether graphs are made in the first step that could use them, and not in the second
         self.cause = ""  # why the stage is not replayed: the layer, and what is wrong with it
+        self._given_up = False  # for good, as the cause will not pass
+        self._failures = 0  # recordings that failed, and may succeed later
+        self._next_try = 0  # the step from which on the next recording may be tried
         self.recordings = 0  # slots recorded so far, those that were dropped included
         self._step = 0
         self._seen: dict[_Key, int] = {}  # the first step with such micro-batches
         self._slots: dict[_Key, list[Slot]] = {}
         # whether each output gets a gradient, where not all do that require one
         self._reached: dict[_Key, list[bool]] = {}
-        self._busy: set[int] = set()  # numbers of the pools in use
+        self._busy: dict[int, Slot] = {}  # micro-batches in flight, by the numbers of their pools
         self._pools: dict[int, object] = {}
         # outside the pools, by what lies there: tensors of all shapes take turns
         self._memory: dict[tuple[str, int], torch.UntypedStorage] = {}
@@ -164,21 +169,27 @@ class StageGraphs:
         self._step += 1
         hooked = _hooked_layer(self._module)
         if hooked and self.rehearsing:
-            self.cause = f"layer {hooked} has a hook, which is not called when it is replayed"
+            self._give_up(f"layer {hooked} has a hook, which is not called when it is replayed")
         frozen = self._frozen.get(self._module.training)
         if frozen is not None and (changed := frozen.changed()):
-            self.cause = f"{changed} changes between steps"
+            self._give_up(f"{changed} changes between steps")
         moved = frozen is not None and frozen.moved()
         self._moves += moved
         if self._moves > _MOST_MOVES:
-            self.cause = "its weights are replaced between steps"
-        if self.cause or moved:
+            self._give_up("its weights are replaced between steps")
+        if self._given_up or moved:
             self.forget()
-        self._usable = not self.cause and not hooked
+        self._usable = not self._given_up and not hooked
 
-    def take(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot | None:
+    def _give_up(self, cause: str) -> None:
+        self.cause, self._given_up, self._usable = cause, True, False
+
+    def take(
+        self, kind: GraphKind, inputs: Tensors, seeds: Seeds, may_record: Callable[[], bool]
+    ) -> Slot | None:
         """Replay the forward of a micro-batch; returns its slot, whose outputs hold until the next forward, or None if
-        there is no graph for it."""
+        there is no graph for it. Not `may_record`: while the stage keeps a graph of autograd, whose nodes add up
+        gradients on the stream on which they were made, which ends a recording on another."""
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         key = kind, shapes, self._module.training
         if not self._usable or (self._seen.setdefault(key, self._step) == self._step and not self.rehearsing):
@@ -189,12 +200,13 @@ class StageGraphs:
             recorded_shapes = {shapes for _, shapes, training in self._slots if training == self._module.training}
             if shapes not in recorded_shapes and len(recorded_shapes) >= _MOST_SHAPES:
                 return None
-            slot = self._make(key, inputs, seeds, prove=not made)
+            tried = self._step >= self._next_try and may_record()
+            slot = self._make(key, inputs, seeds, prove=not made) if tried else None
             if slot is None:
                 return None
             self._slots.setdefault(key, []).append(slot)
         if kind is not GraphKind.FORWARD:
-            self._busy.add(slot.number)
+            self._busy[slot.number] = slot
         self._replay_forward(slot, inputs, seeds)
         return slot
 
@@ -204,7 +216,7 @@ class StageGraphs:
             slot, [gradient for gradient in compress(gradients, slot.reached) if gradient is not None]
         )
         if slot.weights is None:
-            self._busy.discard(slot.number)
+            self._busy.pop(slot.number, None)
         return tuple(None if gradient is None else gradient.clone() for gradient in slot.input_gradients)
 
     def backward_weights(self, slot: Slot) -> None:
@@ -212,7 +224,7 @@ class StageGraphs:
         assert slot.weights is not None
         self._bind(slot.trained)
         slot.weights.replay()
-        self._busy.discard(slot.number)
+        self._busy.pop(slot.number, None)
 
     def _replay_forward(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
         _copy(inputs, slot.inputs)
@@ -227,13 +239,13 @@ class StageGraphs:
         reached = [needs and given is not None for given, needs in zip(gradients, slot.needs, strict=True)]
         if reached == slot.reached:
             return True
-        self._busy.discard(slot.number)
+        self._busy.pop(slot.number, None)
         if slot in self._slots.get(slot.key, ()):  # and not newer ones
             del self._slots[slot.key]
         self._misses += self._reached.get(slot.key, reached) != reached
         self._reached[slot.key] = reached
         if self._misses > _MOST_MISSES:
-            self.cause, self._usable = "which of its outputs get a gradient changes from step to step", False
+            self._give_up("which of its outputs get a gradient changes from step to step")
         return False
 
     def _replay_backward(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
@@ -285,8 +297,8 @@ class StageGraphs:
 
     def _make(self, key: _Key, inputs: Tensors, seeds: Seeds, *, prove: bool) -> Slot | None:
         """Record the graphs of a slot and, to `prove` them, compare their results with those of the layers. Afterwards
-        gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used; micro-batches in
-        flight go on with theirs."""
+        gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used or made; micro-batches
+        in flight go on with theirs."""
         bound = (pair for pair in self._gradients.items() if pair[0].grad is pair[1])
         started = {parameter: static.clone() for parameter, static in bound}
         random = [(generator, generator.get_state()) for generator in generators(self._device)]
@@ -300,7 +312,11 @@ class StageGraphs:
             reason = str(error) if isinstance(error, UnrecordableError) else f"{type(error).__name__}: {error}"
             layer = self._running_layer()
             where = f"layer {layer}: " if layer and not isinstance(error, UnrecordableError) else ""
-            self.cause, self._usable = where + (reason.strip().splitlines() or [""])[0], False
+            self.cause = where + (reason.strip().splitlines() or [""])[0]
+            if isinstance(error, UnrecordableError):
+                self._give_up(self.cause)
+            self._next_try = self._step + 2**self._failures
+            self._failures += 1
             return None
         finally:
             with torch.no_grad():
@@ -311,6 +327,7 @@ class StageGraphs:
         if self._module.training not in self._frozen:
             self._frozen[self._module.training] = _Frozen(self._module)
         self.recordings += 1
+        self.cause = ""
         return slot
 
     def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> Slot:

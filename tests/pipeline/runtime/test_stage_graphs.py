@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -289,3 +289,53 @@ def test_a_step_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     for loss in (nn.functional.cross_entropy, nn.functional.cross_entropy, fails, nn.functional.cross_entropy):
         with pytest.raises(ActionFailedError, match="no loss") if loss is fails else nullcontext():
             pipeline.step(images, classes, loss)
+
+
+def steps_of(
+    samples: Sequence[int], *, graphs: bool, keeps_graph: Sequence[int] = ()
+) -> tuple[list[list[torch.Tensor]], list[int], tape.TapeMaker, Pipeline]:
+    """The gradients of each step, of so many samples, how often graphs were replayed in it, what recorded them, and the
+    pipeline. Before the steps `keeps_graph` the program computes a penalty on all weights, and keeps its graph."""
+    torch.manual_seed(0)
+    maker = tape.TapeMaker()
+    layers = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    found, replays, draw = list[list[torch.Tensor]](), list[int](), torch.Generator().manual_seed(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_part, "graph_maker", lambda device: maker)
+        pipeline = Pipeline(layers, partitions=2, balance=[1, 2], micro_batches=4, recompute="never", graphs=graphs)
+        maker.parameters = tuple(pipeline.parameters())
+        for step, number in enumerate(samples):
+            before = sum(one.replays for one in maker.tapes)
+            penalty = sum(one.square().sum() for one in maker.parameters) if step in keeps_graph else None
+            images, classes = torch.randn(number, 5, generator=draw), torch.randint(3, (number,), generator=draw)
+            pipeline.step(images, classes, nn.functional.cross_entropy)
+            found.append([one.grad.clone() for one in maker.parameters if one.grad is not None])
+            for parameter in maker.parameters:
+                parameter.grad = None
+            replays.append(sum(one.replays for one in maker.tapes) - before)
+            del penalty
+    return found, replays, maker, pipeline
+
+
+@pytest.mark.parametrize(
+    ("samples", "keeps_graph", "replays_begin", "failures"),
+    [
+        ([12, 14, 12, 14], (), 2, 0),  # micro-batches of 4 run kernel by kernel before the first of 3 could be recorded
+        ([12] * 12, range(1, 5), 8, 6),
+        ([12] * 40, range(40), 40, 12),
+    ],
+)
+def test_a_recording_that_fails_is_tried_again(
+    samples: Sequence[int], keeps_graph: Sequence[int], replays_begin: int, failures: int
+) -> None:
+    """The stage once ran kernel by kernel for good. What fails again and again is tried in steps 1, 2, 4, 8, ..."""
+    expected, _, _, _ = steps_of(samples, graphs=False)
+    found, replays, maker, pipeline = steps_of(samples, graphs=True, keeps_graph=keeps_graph)
+    for own, other in zip(found, expected, strict=True):
+        assert_same_tensors(dict(enumerate(own)), dict(enumerate(other)))
+    assert [*map(bool, replays)] == [step >= replays_begin for step in range(len(samples))]
+    assert maker.failed == failures
+    assert pipeline._part is not None
+    causes = [one.graphs.cause for one in pipeline._part.stages.values() if one.graphs is not None]
+    reason = "RuntimeError: a node of autograd belongs to another stream"
+    assert causes == [reason if replays_begin == len(samples) else ""] * 2
