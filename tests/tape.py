@@ -33,11 +33,10 @@ class Draws:
 class Tape(TorchDispatchMode):
     """A graph: the operations dispatched inside."""
 
-    def __init__(self, pool: "Pool") -> None:
+    def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
-        self._pool = pool
         self._calls: list[Any] = []
-        self._free: list[torch.UntypedStorage] = []
+        self._free = free
         self.replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,9 +50,6 @@ class Tape(TorchDispatchMode):
     def draw_from(self, draws: Draws) -> None:
         draws.use()
         self._calls.append(draws)
-
-    def begin(self) -> None:
-        self._free = self._pool.free()
 
     @property
     def launches(self) -> int:
@@ -135,7 +131,7 @@ class TapeMaker:
         self.tapes: list[Tape] = []
         self.parameters: Sequence[nn.Parameter] = ()
         self.failed = 0  # recordings
-        self._recording: Tape | None = None
+        self.recording: Tape | None = None
         self._stale = False
 
     def new_pool(self) -> Pool:
@@ -156,17 +152,16 @@ class TapeMaker:
         if self._stale:
             self.failed += 1
             raise RuntimeError("a node of autograd belongs to another stream")
-        tape = self._recording = Tape(pool)
-        tape.begin()
+        tape = self.recording = Tape(pool.free())
         try:
             with tape:
                 yield tape
         finally:
-            self._recording = None
+            self.recording = None
         pool.tapes.append(tape)
         self.tapes.append(tape)
 
     def draw_from(self, draws: Draws | None) -> None:
-        assert self._recording is not None
+        assert self.recording is not None
         if draws is not None:
-            self._recording.draw_from(draws)
+            self.recording.draw_from(draws)

@@ -289,7 +289,7 @@ class Stage:
     def _keeps_no_graph(self) -> bool:
         """Whether there is no graph of autograd over the layers, of a micro-batch whose layers have run."""
         waiting = any(deferred and isinstance(deferred, list) for deferred in self._deferred.values())
-        return not waiting and all(one.roots is None or one.slot is not None for one in self._saved.values())
+        return not waiting and all(saved.roots is None or saved.slot is not None for saved in self._saved.values())
 
     def _run_loss(self, micro_batch: int, slot: Slot, keep: Retain, *, observe: bool) -> Tensors:
         """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the slot's

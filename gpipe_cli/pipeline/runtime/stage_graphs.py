@@ -24,13 +24,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, compress, count
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, same_bits
+from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, checksum, same_bits
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, Moments
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.module_state import Attributes, attributes_of, other_generators, putting_back
@@ -184,9 +184,7 @@ class StageGraphs:
     def _give_up(self, cause: str) -> None:
         self.cause, self._given_up, self._usable = cause, True, False
 
-    def take(
-        self, kind: GraphKind, inputs: Tensors, seeds: Seeds, may_record: Callable[[], bool]
-    ) -> Slot | None:
+    def take(self, kind: GraphKind, inputs: Tensors, seeds: Seeds, may_record: Callable[[], bool]) -> Slot | None:
         """Replay the forward of a micro-batch; returns its slot, whose outputs hold until the next forward, or None if
         there is no graph for it. Not `may_record`: while the stage keeps a graph of autograd, whose nodes add up
         gradients on the stream on which they were made, which ends a recording on another."""
@@ -297,16 +295,20 @@ class StageGraphs:
 
     def _make(self, key: _Key, inputs: Tensors, seeds: Seeds, *, prove: bool) -> Slot | None:
         """Record the graphs of a slot and, to `prove` them, compare their results with those of the layers. Afterwards
-        gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used or made; micro-batches
-        in flight go on with theirs."""
+        gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used or made;
+        micro-batches in flight go on with theirs."""
+        for gradient, parameter in ((parameter.grad, parameter) for parameter in self._module.parameters()):
+            if gradient is not None and gradient.layout is torch.strided and gradient.stride() == parameter.stride():
+                self._gradients.setdefault(parameter, gradient)  # no second one beside it
         bound = (pair for pair in self._gradients.items() if pair[0].grad is pair[1])
-        started = {parameter: static.clone() for parameter, static in bound}
+        # on the host, as plans have no memory for a second set of gradients
+        started = {parameter: static.to("cpu", copy=True) for parameter, static in bound}
         random = [(generator, generator.get_state()) for generator in generators(self._device)]
         try:
             with putting_back(self._module) as attributes:
-                slot = self._record(key, inputs, seeds)
+                slot, expected = self._record(key, inputs, seeds)
                 if prove:
-                    self._prove(slot, inputs, seeds)
+                    self._prove(slot, inputs, seeds, expected)
                 attributes.clear()  # a layer may have made tensors in its first call, which graphs read
         except Exception as error:  # layers, autograd and the driver may raise anything
             reason = str(error) if isinstance(error, UnrecordableError) else f"{type(error).__name__}: {error}"
@@ -317,6 +319,7 @@ class StageGraphs:
                 self._give_up(self.cause)
             self._next_try = self._step + 2**self._failures
             self._failures += 1
+            self._free_unused()
             return None
         finally:
             with torch.no_grad():
@@ -330,28 +333,38 @@ class StageGraphs:
         self.cause = ""
         return slot
 
-    def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> Slot:
+    def _free_unused(self) -> None:
+        """Free what no slot uses, after a recording that has failed."""
+        slots = [*chain.from_iterable(self._slots.values()), *self._busy.values()]
+        numbers = {slot.number for slot in slots}
+        trained = set(chain.from_iterable(slot.trained for slot in slots))
+        self._pools = {number: pool for number, pool in self._pools.items() if number in numbers}
+        self._gradients = {parameter: static for parameter, static in self._gradients.items() if parameter in trained}
+        self._memory = {
+            at: storage for at, storage in self._memory.items() if any(slot.uses(storage) for slot in slots)
+        }
+
+    def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> tuple[Slot, "_Results"]:
+        """Record the graphs of a slot; returns it, and what the layers themselves give for `inputs`."""
         keeps = key[0] is not GraphKind.FORWARD
         number = next(number for number in count() if number not in self._busy) if keeps else -1
-        if number not in self._pools:
-            self._pools[number] = self._maker.new_pool()
-        pool = self._pools[number]
         # other values and seeds than those of the proof: what is read from them while recording shows there
         others = _others(seeds)
         moments = self._statistics.new_moments()
         with self._maker.apart():
             contents = f"inputs of slot {number}"
             static = tuple(self._static(contents, place, given) for place, given in enumerate(inputs))
-            _copy((given.roll(1, 0) for given in inputs), static)
-            warm_outputs, input_gradients = self._warm_up(key, static, others, moments)
-            needs = [output.requires_grad for output in warm_outputs]
-            reached = self._gets_gradient(key, warm_outputs)
-            static_outputs = tuple(self._static("outputs", place, like) for place, like in enumerate(warm_outputs))
-            trained = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
+            _copy(map(_other_values, inputs), static)
+            self._run_layers(key, static, others, moments)
+            expected = self._run_layers(key, inputs, seeds, self._statistics.new_moments(), again=True)
+            if number not in self._pools:
+                self._pools[number] = self._maker.new_pool()
+            pool = self._pools[number]
+            needs = [output.requires_grad for output in expected.outputs]
+            reached = self._gets_gradient(key, expected.outputs)
+            static_outputs = tuple(self._static("outputs", place, like) for place, like in enumerate(expected.outputs))
+            trained = [parameter for parameter in self._module.parameters() if parameter in expected.checksums]
             for parameter in trained:
-                assert parameter.grad is not None
-                if parameter not in self._gradients:
-                    self._gradients[parameter] = torch.zeros_like(parameter.grad)
                 parameter.grad = self._gradients[parameter]
 
             def draw(place: int) -> None:
@@ -377,11 +390,11 @@ class StageGraphs:
                 )
                 slot.input_gradients = tuple(
                     None if gradient is None else self._static("gradients of inputs", place, gradient)
-                    for place, gradient in enumerate(input_gradients)
+                    for place, gradient in enumerate(expected.input_gradients)
                 )
                 del outputs
                 self._record_backward(slot, pool, roots)
-        return slot
+        return slot, expected
 
     def _record_backward(self, slot: Slot, pool: object, roots: list[GradientEdge]) -> None:
         split = slot.key[0] is GraphKind.SPLIT
@@ -410,15 +423,30 @@ class StageGraphs:
         tensors = (*self._module.parameters(), *self._module.buffers(), *(slot.moments for slot in moments))
         return {storage_of(tensor) for tensor in tensors}
 
-    def _warm_up(self, key: _Key, inputs: Tensors, seeds: Seeds, moments: Moments) -> tuple[Tensors, OptionalTensors]:
-        """Run forward and backward twice: libraries set themselves up, and layers keep what they keep from a first
-        call. Finds the layers that draw random numbers; returns outputs, which require a gradient where the layers'
-        do, and the gradients of the inputs. Raises UnrecordableError for layers that keep something from each call."""
+    def _run_layers(
+        self, key: _Key, inputs: Tensors, seeds: Seeds, moments: Moments, *, again: bool = False
+    ) -> "_Results":
+        """Run forward and backward, twice before they are recorded: libraries set themselves up, and layers keep what
+        they keep from a first call. Finds the layers that draw random numbers, and makes the memory of gradients.
+        Outputs require a gradient where the layers' do; no gradient of a parameter is kept until the next is computed,
+        as plans have no memory for them. Raises UnrecordableError for layers that keep something from each call."""
         keeps = key[0] is not GraphKind.FORWARD
-        for again in (False, True):
-            before, names = attributes_of(self._module), _names(self._module)
-            buffers = [(name, buffer, buffer._version) for name, buffer in self._module.named_buffers()]
-            others, watch = other_generators(), _Watch(self._device, self._module, seeds)
+        before, names = attributes_of(self._module), _names(self._module)
+        buffers = [(name, buffer, buffer._version) for name, buffer in self._module.named_buffers()]
+        others, watch = other_generators(), _Watch(self._device, self._module, seeds)
+        checksums: dict[nn.Parameter, torch.Tensor] = {}
+
+        def free(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            if again:
+                if parameter not in self._gradients:
+                    self._gradients[parameter] = torch.zeros_like(parameter.grad)
+                checksums[parameter] = checksum(parameter.grad)
+            parameter.grad = None
+
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
+        try:
             with (
                 self._statistics.recording(moments),
                 self._maker.refusing_waits() if again else nullcontext(),
@@ -428,62 +456,68 @@ class StageGraphs:
                 roots = list(compress(outputs, self._gets_gradient(key, outputs)))
                 if keeps and roots:
                     torch.autograd.backward(roots, [root.detach() for root in roots])
-            if other_generators() != others:
-                raise UnrecordableError("a layer draws from Python's random module or numpy.random")
-            for place in watch.drew:
-                if place not in self._draws:
-                    self._draws[place] = self._maker.new_draws()
-            without_autograd = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
-            input_gradients = tuple(leaf.grad for leaf in leaves)
-            del leaves, outputs, roots
-            if again:
-                _refuse_changed(before, names)
-                for name, buffer, version in buffers:
-                    if buffer._version != version:  # a recomputation would change it again
-                        layer, _, changed = name.partition(".")
-                        raise UnrecordableError(f"layer {layer} changes its {changed} whenever it runs")
-        return without_autograd, input_gradients
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if other_generators() != others:
+            raise UnrecordableError("a layer draws from Python's random module or numpy.random")
+        for place in watch.drew:
+            if place not in self._draws:
+                self._draws[place] = self._maker.new_draws()
+        without_autograd = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+        if again:
+            _refuse_changed(before, names)
+            for name, buffer, version in buffers:
+                if buffer._version != version:  # a recomputation would change it again
+                    layer, _, changed = name.partition(".")
+                    raise UnrecordableError(f"layer {layer} changes its {changed} whenever it runs")
+        return _Results(without_autograd, tuple(leaf.grad for leaf in leaves), moments, checksums)
 
     def _gets_gradient(self, key: _Key, outputs: Tensors) -> list[bool]:
         """Whether each output gets a gradient."""
         return self._reached.get(key) or [output.requires_grad for output in outputs]
 
-    def _prove(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
+    def _prove(self, slot: Slot, inputs: Tensors, seeds: Seeds, expected: "_Results") -> None:
         """Raises UnrecordableError if the graphs give other bits than the layers."""
-        trained, keeps = list(self._module.parameters()), slot.key[0] is not GraphKind.FORWARD
-
-        def gradients() -> dict[str, torch.Tensor]:
-            named = self._module.named_parameters()
-            return {f"the gradient of {name}": weight.grad + 0.0 for name, weight in named if weight.grad is not None}
-
-        for parameter in trained:
-            parameter.grad = None
-        moments = self._statistics.new_moments()
-        with self._maker.apart():
-            with self._statistics.recording(moments):
-                leaves, outputs = self._compute(inputs, keeps, lambda place: seed_generator(self._device, seeds(place)))
-            roots = list(compress(outputs, slot.reached))
-            given = [root.detach() for root in roots]
-            if keeps and roots:
-                torch.autograd.backward(roots, given)
-            expected = _numbered("output", outputs) | _numbered("the gradient of input", [leaf.grad for leaf in leaves])
-            expected |= _numbered("the moments of batch norm", [norm.moments for norm in moments]) | gradients()
-            del leaves, outputs, roots
-        for parameter in trained:
+        for parameter in self._module.parameters():
             parameter.grad = None
         self._replay_forward(slot, inputs, seeds)
-        replayed = _numbered("output", [output.clone() for output in slot.outputs])
-        replayed |= _numbered("the moments of batch norm", [norm.moments for norm in slot.moments])
-        if keeps:
-            self._replay_backward(slot, given)
+        if slot.backward is not None:
+            self._replay_backward(slot, [*compress(expected.outputs, slot.reached)])
             if slot.weights is not None:
                 slot.weights.replay()
-            replayed |= _numbered("the gradient of input", slot.input_gradients) | gradients()
-        for name, value in expected.items():
+        checksums = {p: checksum(p.grad) for p in self._module.parameters() if p.grad is not None}
+        replayed = _Results(slot.outputs, slot.input_gradients, slot.moments, checksums).named(self._module)
+        for name, value in expected.named(self._module).items():
             if name not in replayed or not same_bits(replayed[name], value):
                 raise UnrecordableError(f"{name} has other bits when the layers are replayed")
-        if more := replayed.keys() - expected.keys():
-            raise UnrecordableError(f"{min(more)} is None unless the layers are replayed")
+            del replayed[name]
+        if replayed:
+            raise UnrecordableError(f"{min(replayed)} is None unless the layers are replayed")
+
+
+class _Results(NamedTuple):
+    """What a forward and a backward give. Outputs and gradients of inputs may be in memory that is used again."""
+
+    outputs: Tensors
+    input_gradients: OptionalTensors
+    moments: Moments
+    checksums: dict[nn.Parameter, torch.Tensor]  # of the parameters' gradients
+
+    def named(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        of_parameters = {
+            f"the gradient of {name}": self.checksums[parameter]
+            for name, parameter in module.named_parameters()
+            if parameter in self.checksums
+        }
+        inputs, moments = self.input_gradients, [norm.moments for norm in self.moments]
+        tensors = {"output": self.outputs, "the gradient of input": inputs, "the moments of batch norm": moments}
+        return of_parameters | {
+            f"{what} {number}": tensor
+            for what, numbered in tensors.items()
+            for number, tensor in enumerate(numbered)
+            if tensor is not None
+        }
 
 
 @dataclass
@@ -559,16 +593,20 @@ def _others(seeds: Seeds) -> Seeds:
     return lambda place: seeds(place) ^ 1
 
 
+def _other_values(given: torch.Tensor) -> torch.Tensor:
+    """Values that layers take as well: those of other samples or, of a single sample, the same at other places, if they
+    are no numbers of classes, of which a place may have more than another."""
+    if given.shape[:1] != (1,):
+        return given.roll(1, 0)
+    return given.roll(1) if given.is_floating_point() else given
+
+
 @torch.no_grad()
 def _copy(tensors: Iterable[torch.Tensor | None], into: Iterable[torch.Tensor | None]) -> None:
     for tensor, static in zip(tensors, into, strict=True):
         if static is not None:
             assert tensor is not None
             static.copy_(tensor)
-
-
-def _numbered(what: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    return {f"{what} {number}": tensor.detach() for number, tensor in enumerate(tensors) if tensor is not None}
 
 
 def _hooked_layer(module: nn.Module) -> str:

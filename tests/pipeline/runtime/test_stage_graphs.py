@@ -2,8 +2,9 @@
 
 import copy
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import tape
 import torch
 from custom_models import Tracking
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training_runs import assert_same_tensors
 
 from gpipe_cli import Pipeline
-from gpipe_cli.pipeline.runtime import stage, stage_graphs
+from gpipe_cli.pipeline.runtime import boundary, stage, stage_graphs
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.schedule.schedule import RecomputeMode
@@ -56,6 +59,13 @@ class Guessing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (2 if random.random() < 2 else 3)
+
+
+class Reading(nn.Module):
+    """Reads a value of its input in a way that the recorder does not see."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.is_meta else x * x.detach().view(-1).tolist()[0]
 
 
 class Heads(nn.Module):
@@ -339,3 +349,112 @@ def test_a_recording_that_fails_is_tried_again(
     causes = [one.graphs.cause for one in pipeline._part.stages.values() if one.graphs is not None]
     reason = "RuntimeError: a node of autograd belongs to another stream"
     assert causes == [reason if replays_begin == len(samples) else ""] * 2
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once and made inside, those of a pool and of the host left out."""
+
+    def __init__(self, maker: tape.TapeMaker) -> None:
+        super().__init__()
+        self._maker, self._alive = maker, dict[int, int]()
+        self.bytes = self.peak_bytes = 0
+
+    def _free(self, storage: int) -> None:
+        self.bytes -= self._alive.pop(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        of_host = func is torch.ops.aten._to_copy.default and args[0].is_floating_point()
+        given = {tape.storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        for one in tree_leaves(returned):
+            if isinstance(one, torch.Tensor) and not of_host and self._maker.recording is None:
+                memory = one.untyped_storage()
+                if memory._cdata not in self._alive and memory._cdata not in given:
+                    self._alive[memory._cdata] = memory.nbytes()
+                    self.bytes += memory.nbytes()
+                    weakref.finalize(memory, self._free, memory._cdata)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return returned
+
+
+@pytest.mark.parametrize("samples", [(8, 8, 8), (8, 6, 6), (8, 8, 10, 10)])
+def test_recording_needs_no_second_set_of_gradients(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There were three once. Recorded for the second step, before any gradient; after those of layers that have run;
+    and, for micro-batches of three samples in the last step, after those of graphs."""
+    peaks = list[int]()
+    for graphs in (False, True):
+        maker = tape.TapeMaker()
+        monkeypatch.setattr(pipeline_part, "graph_maker", lambda device, maker=maker: maker)
+        layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+        pipeline = Pipeline(layers, partitions=1, balance=[8], micro_batches=4, recompute="always", graphs=graphs)
+        memory = Memory(maker)
+        for number in samples:
+            images = torch.randn(number, 1024)
+            with memory:
+                pipeline.step(images, images, nn.functional.mse_loss)
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+        peaks.append(memory.peak_bytes)
+        assert graphs is bool(maker.tapes)
+    print("Peak bytes of layers, and of graphs:", peaks)
+    assert peaks[1] < peaks[0] + 32 * boundary._HASHED, "words of 8 bytes, and three temporary results"
+
+
+class Full(tape.TapeMaker):
+    """Of a device that has memory for so many graphs."""
+
+    def __init__(self, graphs: int) -> None:
+        super().__init__()
+        self.left = graphs
+
+    @contextmanager
+    def record(self, pool: tape.Pool, draws: Sequence[tape.Draws]) -> Iterator[tape.Tape]:
+        with super().record(pool, draws) as recorded:
+            yield recorded
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("no memory is left\nfor a graph")
+
+
+def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one graph, the first micro-batch has none for its backward; with room for five, the third. These
+    run kernel by kernel, the others go on with graphs. When there is more room, all have graphs."""
+    found: list[tuple[list[int], list[int], list[str]]] = []
+    for room, micro_batches in ((100, 2), (1, 4), (5, 4)):
+        maker = Full(room)
+        monkeypatch.setattr(pipeline_part, "graph_maker", lambda device, maker=maker: maker)
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+        pipeline = Pipeline(layers, partitions=1, balance=[2], micro_batches=micro_batches, recompute="never")
+        images, targets = torch.randn(2, 2 * micro_batches, 64)
+        held, recordings, causes = list[int](), list[int](), list[str]()
+        with Memory(maker) as memory:
+            for step in range(5):
+                maker.left += 100 if step == 3 else 0
+                pipeline.step(images, targets, nn.functional.mse_loss)
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+                maker.tapes.clear()
+                assert pipeline._part is not None
+                graphs = pipeline._part.stages[0].graphs
+                assert graphs is not None
+                held.append(memory.bytes)
+                recordings.append(graphs.recordings)
+                causes.append(graphs.cause)
+        found.append((held, recordings, causes))
+    (two, *_), (none, *of_none), (third, *of_third) = found
+    failed = "OutOfMemoryError: no memory is left"
+    assert of_none == [[0, 0, 0, 0, 4], ["", *[failed] * 3, ""]]
+    assert of_third == [[0, 2, 2, 2, 4], ["", *[failed] * 3, ""]]
+    assert none[1] == none[0]
+    assert third[1] == two[1]
+
+
+def test_what_is_read_of_a_single_sample_shows_in_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was once recorded with the values of the proof: there is no other sample to take others from."""
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: tape.TapeMaker())
+    pipeline = Pipeline(nn.Sequential(nn.Linear(3, 3), Reading()), partitions=2, balance=[1, 1], micro_batches=2)
+    for _ in range(2):
+        pipeline.step(torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
+    assert pipeline._part is not None
+    causes = [one.graphs.cause for one in pipeline._part.stages.values() if one.graphs is not None]
+    assert causes == ["", "output 0 has other bits when the layers are replayed"]
