@@ -5,6 +5,7 @@ addresses freeze; what waits for the device (`.item()`) is refused; outputs are 
 memory that was free when a graph was recorded may hold anything after the replay of another graph of its pool.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -165,3 +166,29 @@ class TapeMaker:
         assert self.recording is not None
         if draws is not None:
             self.recording.draw_from(draws)
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once and made inside, those of a pool and of the host left out."""
+
+    def __init__(self, maker: TapeMaker) -> None:
+        super().__init__()
+        self._maker, self._alive = maker, dict[int, int]()
+        self.bytes = self.peak_bytes = 0
+
+    def _free(self, number: int) -> None:
+        self.bytes -= self._alive.pop(number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        of_host = func is torch.ops.aten._to_copy.default and args[0].is_floating_point()
+        given = {storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        for one in tree_leaves(returned):
+            if isinstance(one, torch.Tensor) and not of_host and self._maker.recording is None:
+                memory = one.untyped_storage()
+                if memory._cdata not in self._alive and memory._cdata not in given:
+                    self._alive[memory._cdata] = memory.nbytes()
+                    self.bytes += memory.nbytes()
+                    weakref.finalize(memory, self._free, memory._cdata)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return returned

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,8 +11,6 @@ import tape
 import torch
 from custom_models import Tracking
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from training_runs import assert_same_tensors
 
 from gpipe_cli import Pipeline
@@ -351,32 +348,6 @@ def test_a_recording_that_fails_is_tried_again(
     assert causes == [reason if replays_begin == len(samples) else ""] * 2
 
 
-class Memory(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once and made inside, those of a pool and of the host left out."""
-
-    def __init__(self, maker: tape.TapeMaker) -> None:
-        super().__init__()
-        self._maker, self._alive = maker, dict[int, int]()
-        self.bytes = self.peak_bytes = 0
-
-    def _free(self, storage: int) -> None:
-        self.bytes -= self._alive.pop(storage)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        of_host = func is torch.ops.aten._to_copy.default and args[0].is_floating_point()
-        given = {tape.storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        for one in tree_leaves(returned):
-            if isinstance(one, torch.Tensor) and not of_host and self._maker.recording is None:
-                memory = one.untyped_storage()
-                if memory._cdata not in self._alive and memory._cdata not in given:
-                    self._alive[memory._cdata] = memory.nbytes()
-                    self.bytes += memory.nbytes()
-                    weakref.finalize(memory, self._free, memory._cdata)
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
-        return returned
-
-
 @pytest.mark.parametrize("samples", [(8, 8, 8), (8, 6, 6), (8, 8, 10, 10)])
 def test_recording_needs_no_second_set_of_gradients(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """There were three once. Recorded for the second step, before any gradient; after those of layers that have run;
@@ -387,7 +358,7 @@ def test_recording_needs_no_second_set_of_gradients(samples: Sequence[int], monk
         monkeypatch.setattr(pipeline_part, "graph_maker", lambda device, maker=maker: maker)
         layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
         pipeline = Pipeline(layers, partitions=1, balance=[8], micro_batches=4, recompute="always", graphs=graphs)
-        memory = Memory(maker)
+        memory = tape.Memory(maker)
         for number in samples:
             images = torch.randn(number, 1024)
             with memory:
@@ -427,7 +398,7 @@ def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.Monke
         pipeline = Pipeline(layers, partitions=1, balance=[2], micro_batches=micro_batches, recompute="never")
         images, targets = torch.randn(2, 2 * micro_batches, 64)
         held, recordings, causes = list[int](), list[int](), list[str]()
-        with Memory(maker) as memory:
+        with tape.Memory(maker) as memory:
             for step in range(5):
                 maker.left += 100 if step == 3 else 0
                 pipeline.step(images, targets, nn.functional.mse_loss)
