@@ -11,19 +11,28 @@ slot of their own. Outputs and gradients that go to other stages are copied from
 micro-batches of other shapes share this memory and the pools, as nothing stays in a slot that is free. So the bytes
 held are those of the largest micro-batch, however many shapes there are (`planner/stage_memory.py`).
 
-Python runs while a graph is recorded, and never again: a number that changes between steps would keep its value. So
-graphs are used only where they are proven to be right: before the first use an action runs both ways on a real
-micro-batch, with other seeds and values than those recorded, and all results must have the same bits. Layers that
-cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why. A recording may
-also fail for a reason that passes: the device has no memory left, or the program keeps a graph of autograd over the
-weights. It is tried again, after twice as many steps each time, so that it costs less and less.
+Python runs while a graph is recorded, and never again: what it reads would keep its value. So graphs are used only
+where they are proven to be right: before the first use an action runs both ways on a real micro-batch, with other seeds
+and values than those recorded, and all results must have the same bits. What has changed before a step has graphs
+recorded anew, a few times: where weights are, attributes of modules and what they consist of, as pickle sees it (dicts,
+lists, objects), and variables that a `forward` itself names, global and enclosing ones, if they are plain data. Not
+seen is what changes within a step, what other functions read, attributes of classes, and objects in global variables.
+
+Layers that cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why. A
+recording may also fail for a reason that passes: the device has no memory left, or the program keeps a graph of
+autograd over the weights. It is tried again, after twice as many steps each time.
 """
 
+import inspect
+import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import chain, compress, count
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -33,15 +42,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, checksum, same_bits
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, Moments
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
-from gpipe_cli.pipeline.runtime.module_state import Attributes, attributes_of, other_generators, putting_back
+from gpipe_cli.pipeline.runtime.module_state import other_generators, putting_back
 from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_of
-from gpipe_cli.system.accelerator import generators, is_accelerator
+from gpipe_cli.system.accelerator import generators, is_accelerator, wait_for_device
 
 _MOST_SHAPES = 16  # for which a stage has graphs: each takes memory of the driver, which no plan counts
-_MOST_MOVES = 8  # of weights, after which a stage is not recorded again
+_MOST_CHANGES = 8  # after which a stage is not recorded again
 _MOST_MISSES = 4  # times that other outputs get a gradient than before
-_SCALARS = (bool, int, float, str, tuple, type(None))
+_MOST_BYTES = 1 << 20  # of what is compared before each step
+_SCALARS = (bool, int, float, str, type(None), tuple)
+_DATA = frozenset((*_SCALARS, complex, bytes, list, dict, set))
+_CODE = type, ModuleType, FunctionType, BuiltinFunctionType
 _OF_MODULES = vars(nn.Module()).keys()  # attributes that every module has
 
 
@@ -160,7 +172,7 @@ class StageGraphs:
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}  # memory of parameters' gradients, in every step
         self._frozen: dict[bool, _Frozen] = {}  # what graphs of training, and of evaluation, take for granted
         self._usable = True  # in this step
-        self._moves = 0  # how often weights were elsewhere than before
+        self._changes = 0  # how often what graphs take for granted had changed
         self._misses = 0  # how often other outputs got a gradient than before
 
     def begin_step(self) -> None:
@@ -171,13 +183,11 @@ class StageGraphs:
         if hooked and self.rehearsing:
             self._give_up(f"layer {hooked} has a hook, which is not called when it is replayed")
         frozen = self._frozen.get(self._module.training)
-        if frozen is not None and (changed := frozen.changed()):
+        changed = "" if frozen is None or self._given_up else frozen.changed()
+        self._changes += bool(changed)
+        if changed and (self._changes > _MOST_CHANGES or self.rehearsing):
             self._give_up(f"{changed} changes between steps")
-        moved = frozen is not None and frozen.moved()
-        self._moves += moved
-        if self._moves > _MOST_MOVES:
-            self._give_up("its weights are replaced between steps")
-        if self._given_up or moved:
+        if self._given_up or changed:
             self.forget()
         self._usable = not self._given_up and not hooked
 
@@ -239,6 +249,7 @@ class StageGraphs:
             return True
         self._busy.pop(slot.number, None)
         if slot in self._slots.get(slot.key, ()):  # and not newer ones
+            wait_for_device(self._device)
             del self._slots[slot.key]
         self._misses += self._reached.get(slot.key, reached) != reached
         self._reached[slot.key] = reached
@@ -280,6 +291,7 @@ class StageGraphs:
         if storage is not None and storage.nbytes() >= static.untyped_storage().nbytes():
             return static.set_(storage, 0, shape, strides)
         if storage is not None:
+            wait_for_device(self._device)
             remaining = {key: [slot for slot in slots if not slot.uses(storage)] for key, slots in self._slots.items()}
             self._slots = {key: slots for key, slots in remaining.items() if slots}
         self._memory[contents, place] = static.untyped_storage()
@@ -287,6 +299,8 @@ class StageGraphs:
 
     def forget(self) -> None:
         """Free all memory; called between steps, as micro-batches in flight need theirs."""
+        if self._slots:
+            wait_for_device(self._device)  # the host may be ahead of replays of graphs that are dropped
         self._slots.clear()
         self._pools.clear()
         self._memory.clear()
@@ -297,18 +311,23 @@ class StageGraphs:
         """Record the graphs of a slot and, to `prove` them, compare their results with those of the layers. Afterwards
         gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used or made;
         micro-batches in flight go on with theirs."""
-        for gradient, parameter in ((parameter.grad, parameter) for parameter in self._module.parameters()):
-            if gradient is not None and gradient.layout is torch.strided and gradient.stride() == parameter.stride():
-                self._gradients.setdefault(parameter, gradient)  # no second one beside it
-        bound = (pair for pair in self._gradients.items() if pair[0].grad is pair[1])
-        # on the host, as plans have no memory for a second set of gradients
-        started = {parameter: static.to("cpu", copy=True) for parameter, static in bound}
+        started = dict[nn.Parameter, torch.Tensor]()
+        for parameter in self._module.parameters() if key[0] is not GraphKind.FORWARD else ():
+            gradient, static = parameter.grad, self._gradients.get(parameter)
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if static is None and gradient.stride() == parameter.stride():
+                static = self._gradients[parameter] = gradient
+            if static is gradient:  # on the host, as plans have no memory for a second set of gradients
+                started[parameter] = gradient.to("cpu", copy=True)
         random = [(generator, generator.get_state()) for generator in generators(self._device)]
         try:
             with putting_back(self._module) as attributes:
                 slot, expected = self._record(key, inputs, seeds)
                 if prove:
                     self._prove(slot, inputs, seeds, expected)
+                if self._module.training not in self._frozen:
+                    self._frozen[self._module.training] = _Frozen(self._module)
                 attributes.clear()  # a layer may have made tensors in its first call, which graphs read
         except Exception as error:  # layers, autograd and the driver may raise anything
             reason = str(error) if isinstance(error, UnrecordableError) else f"{type(error).__name__}: {error}"
@@ -327,8 +346,6 @@ class StageGraphs:
                     parameter.grad = parameter.grad if parameter.grad is None else parameter.grad.copy_(value)
             for generator, state in random:
                 generator.set_state(state)
-        if self._module.training not in self._frozen:
-            self._frozen[self._module.training] = _Frozen(self._module)
         self.recordings += 1
         self.cause = ""
         return slot
@@ -340,9 +357,7 @@ class StageGraphs:
         trained = set(chain.from_iterable(slot.trained for slot in slots))
         self._pools = {number: pool for number, pool in self._pools.items() if number in numbers}
         self._gradients = {parameter: static for parameter, static in self._gradients.items() if parameter in trained}
-        self._memory = {
-            at: storage for at, storage in self._memory.items() if any(slot.uses(storage) for slot in slots)
-        }
+        self._memory = {at: memory for at, memory in self._memory.items() if any(slot.uses(memory) for slot in slots)}
 
     def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> tuple[Slot, "_Results"]:
         """Record the graphs of a slot; returns it, and what the layers themselves give for `inputs`."""
@@ -363,7 +378,7 @@ class StageGraphs:
             needs = [output.requires_grad for output in expected.outputs]
             reached = self._gets_gradient(key, expected.outputs)
             static_outputs = tuple(self._static("outputs", place, like) for place, like in enumerate(expected.outputs))
-            trained = [parameter for parameter in self._module.parameters() if parameter in expected.checksums]
+            trained = [weight for name, weight in self._module.named_parameters() if name in expected.checksums]
             for parameter in trained:
                 parameter.grad = self._gradients[parameter]
 
@@ -431,34 +446,32 @@ class StageGraphs:
         Outputs require a gradient where the layers' do; no gradient of a parameter is kept until the next is computed,
         as plans have no memory for them. Raises UnrecordableError for layers that keep something from each call."""
         keeps = key[0] is not GraphKind.FORWARD
-        before, names = attributes_of(self._module), _names(self._module)
+        frozen = _Frozen(self._module)
         buffers = [(name, buffer, buffer._version) for name, buffer in self._module.named_buffers()]
         others, watch = other_generators(), _Watch(self._device, self._module, seeds)
-        checksums: dict[nn.Parameter, torch.Tensor] = {}
+        checksums: dict[str, torch.Tensor] = {}
 
-        def free(parameter: nn.Parameter) -> None:
+        def free_gradient(name: str, parameter: nn.Parameter) -> None:
             assert parameter.grad is not None
             if again:
+                checksums[name] = checksum(parameter.grad)
                 if parameter not in self._gradients:
                     self._gradients[parameter] = torch.zeros_like(parameter.grad)
-                checksums[parameter] = checksum(parameter.grad)
             parameter.grad = None
 
-        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
-        try:
-            with (
-                self._statistics.recording(moments),
-                self._maker.refusing_waits() if again else nullcontext(),
-            ):
-                leaves, outputs = self._compute(inputs, keeps, watch.begins)
-                watch.ended()
-                roots = list(compress(outputs, self._gets_gradient(key, outputs)))
-                if keeps and roots:
-                    torch.autograd.backward(roots, [root.detach() for root in roots])
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            ExitStack() as hooks,
+            self._statistics.recording(moments),
+            self._maker.refusing_waits() if again else nullcontext(),
+        ):
+            for name, weight in self._module.named_parameters():
+                if weight.requires_grad:
+                    hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(free_gradient, name)))
+            leaves, outputs = self._compute(inputs, keeps, watch.begins)
+            watch.ended()
+            roots = list(compress(outputs, self._gets_gradient(key, outputs)))
+            if keeps and roots:
+                torch.autograd.backward(roots, [root.detach() for root in roots])
         if other_generators() != others:
             raise UnrecordableError("a layer draws from Python's random module or numpy.random")
         for place in watch.drew:
@@ -466,11 +479,12 @@ class StageGraphs:
                 self._draws[place] = self._maker.new_draws()
         without_autograd = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
         if again:
-            _refuse_changed(before, names)
+            if changed := frozen.changed():
+                raise UnrecordableError(f"{changed} changes whenever it runs")
             for name, buffer, version in buffers:
                 if buffer._version != version:  # a recomputation would change it again
                     layer, _, changed = name.partition(".")
-                    raise UnrecordableError(f"layer {layer} changes its {changed} whenever it runs")
+                    raise UnrecordableError(f"layer {layer}: {changed} changes whenever it runs")
         return _Results(without_autograd, tuple(leaf.grad for leaf in leaves), moments, checksums)
 
     def _gets_gradient(self, key: _Key, outputs: Tensors) -> list[bool]:
@@ -486,9 +500,10 @@ class StageGraphs:
             self._replay_backward(slot, [*compress(expected.outputs, slot.reached)])
             if slot.weights is not None:
                 slot.weights.replay()
-        checksums = {p: checksum(p.grad) for p in self._module.parameters() if p.grad is not None}
-        replayed = _Results(slot.outputs, slot.input_gradients, slot.moments, checksums).named(self._module)
-        for name, value in expected.named(self._module).items():
+        named = self._module.named_parameters()
+        checksums = {name: checksum(weight.grad) for name, weight in named if weight.grad is not None}
+        replayed = _Results(slot.outputs, slot.input_gradients, slot.moments, checksums).named()
+        for name, value in expected.named().items():
             if name not in replayed or not same_bits(replayed[name], value):
                 raise UnrecordableError(f"{name} has other bits when the layers are replayed")
             del replayed[name]
@@ -502,22 +517,15 @@ class _Results(NamedTuple):
     outputs: Tensors
     input_gradients: OptionalTensors
     moments: Moments
-    checksums: dict[nn.Parameter, torch.Tensor]  # of the parameters' gradients
+    checksums: dict[str, torch.Tensor]  # of the gradients of parameters, by their names
 
-    def named(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        of_parameters = {
-            f"the gradient of {name}": self.checksums[parameter]
-            for name, parameter in module.named_parameters()
-            if parameter in self.checksums
-        }
-        inputs, moments = self.input_gradients, [norm.moments for norm in self.moments]
-        tensors = {"output": self.outputs, "the gradient of input": inputs, "the moments of batch norm": moments}
-        return of_parameters | {
-            f"{what} {number}": tensor
-            for what, numbered in tensors.items()
-            for number, tensor in enumerate(numbered)
-            if tensor is not None
-        }
+    def named(self) -> dict[str, torch.Tensor]:
+        moments = [norm.moments for norm in self.moments]
+        inputs = "the gradient of input", self.input_gradients
+        named = {f"the gradient of {name}": value for name, value in self.checksums.items()}
+        for what, tensors in (("output", self.outputs), inputs, ("the moments of batch norm", moments)):
+            named |= {f"{what} {number}": tensor for number, tensor in enumerate(tensors) if tensor is not None}
+        return named
 
 
 @dataclass
@@ -548,45 +556,89 @@ class _Watch:
 
 
 class _Frozen:
-    """What graphs of a module take for granted: its parts, numbers that its layers read, and where its weights are."""
+    """What graphs of a module take for granted (see above). Raises UnrecordableError for what cannot be compared."""
 
     def __init__(self, module: nn.Module) -> None:
-        named = [*module.named_modules()]
+        named = [(f"layer {name.partition('.')[0]}: ", inner) for name, inner in module.named_modules()]
         self._modules = [inner for _, inner in named]
-        self._attributes = [
-            (attributes, key, value, value._version if isinstance(value, torch.Tensor) else 0, name)
-            for name, inner in named
-            for attributes in (vars(inner),)
-            for key, value in attributes.items()
-            if key not in _OF_MODULES
+        self._values = [
+            (values, key, value, layer + key)
+            for layer, inner in named
+            for values in (vars(inner), inner._modules, inner._parameters, inner._buffers)
+            for key, value in values.items()
+            if values is not vars(inner) or key not in _OF_MODULES
         ]
-        parts = [parts for inner in self._modules for parts in (inner._modules, inner._parameters, inner._buffers)]
-        self._parts: list[tuple[dict[str, Any], str, Any]] = [
-            (owner, *item) for owner in parts for item in owner.items()
-        ]
-        self._tensors = [part for _, _, part in self._parts if isinstance(part, torch.Tensor)]
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._registered = set(map(id, (*self._modules, *self._tensors)))
         self._states = self._current()
+        read = {
+            id(value): (name, value)
+            for _, key, value, name in self._values
+            # the engine's own forward has a state
+            if key != "forward" and id(value) not in self._registered and not _is_constant(value)
+        }
+        for layer, inner in named:
+            forward = inspect.unwrap(type(inner).forward)
+            if isinstance(forward, FunctionType):
+                read.setdefault(id(forward), (f"{layer}a variable that its forward reads", forward))
+        self._read = [(*named_value, self._describe(named_value[1])) for named_value in read.values()]
+        for name, _, described in self._read:
+            if isinstance(described, str):
+                raise UnrecordableError(f"{name} {described}")
 
     def changed(self) -> str:
-        """The name of an attribute that has changed; "" if none has."""
-        for attributes, key, value, version, name in self._attributes:
-            current = attributes.get(key)
-            if current is value:
-                # a graph of a GPU has the value of a tensor of the CPU
-                same = not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value._version == version
-            else:
-                same = isinstance(value, _SCALARS) and type(current) is type(value) and bool(current == value)
-            if not same:
-                return f"layer {name.partition('.')[0]}: {key}"
-        return ""
+        """The name of what is another, elsewhere, or has other contents; "" if nothing is."""
+        for values, key, value, name in self._values:
+            current = values.get(key)
+            if current is not value and not (
+                isinstance(value, _SCALARS) and type(current) is type(value) and bool(current == value)
+            ):
+                return name
+        if self._current() != self._states:
+            return "where its weights are"
+        return next((name for name, value, was in self._read if self._describe(value) != was), "")
 
-    def moved(self) -> bool:
-        return any(owner.get(key) is not part for owner, key, part in self._parts) or self._current() != self._states
+    def _describe(self, value: Any) -> bytes | str:
+        """All that an object consists of; of code, tensors, and modules of the stage, which they are; or why not."""
+        described = io.BytesIO()
+        pickler = _Describer(described, protocol=5)
+        pickler.registered = self._registered
+        try:
+            pickler.dump(_variables(value) if isinstance(value, FunctionType) else value)
+        except Exception:  # objects themselves say what they consist of
+            return "cannot be compared from step to step"
+        return described.getvalue() if described.tell() <= _MOST_BYTES else "is too large to be compared in each step"
 
     def _current(self) -> list[Any]:
         """Where each tensor is and whether it is trained, and the mode of each module."""
         tensors = ((tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors)
         return [*tensors, *(inner.training for inner in self._modules)]
+
+
+class _Describer(pickle.Pickler):
+    registered: set[int]
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) in _DATA:
+            return None
+        if isinstance(value, _CODE) or id(value) in self.registered:
+            return id(value)
+        if not isinstance(value, torch.Tensor):
+            return None
+        # a graph of a GPU has the value of a tensor of the CPU
+        return id(value), value.data_ptr(), value._version if value.device.type == "cpu" else 0
+
+
+def _is_constant(value: Any) -> bool:
+    return all(isinstance(part, _SCALARS[:-1]) for part in (value if isinstance(value, tuple) else (value,)))
+
+
+def _variables(function: FunctionType) -> dict[str, Any]:
+    """The variables of a function's module and of enclosing functions that it names: plain data by value."""
+    values = {key: function.__globals__.get(key) for key in function.__code__.co_names}
+    enclosing = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values |= {key: cell.cell_contents for key, cell in enclosing}
+    return {key: value if type(value) in _DATA else id(value) for key, value in values.items()}
 
 
 def _others(seeds: Seeds) -> Seeds:
@@ -626,20 +678,3 @@ def _hooked_layer(module: nn.Module) -> str:
                     return name
             ahead += attributes["_modules"].values()
     return ""
-
-
-def _names(module: nn.Module) -> list[str]:
-    """The layer of each entry of `attributes_of`."""
-    return [name.partition(".")[0] for name, _ in module.named_modules() for _ in range(2)]
-
-
-def _refuse_changed(before: Attributes, names: Sequence[str]) -> None:
-    """Raises UnrecordableError for an attribute or buffer that is another object now, or another number."""
-    for (attributes, earlier), name in zip(before, names, strict=True):
-        for key in attributes.keys() | earlier.keys():
-            value, previous = attributes.get(key), earlier.get(key)
-            if value is previous or (
-                isinstance(previous, _SCALARS) and type(value) is type(previous) and value == previous
-            ):
-                continue
-            raise UnrecordableError(f"layer {name} keeps its {key} anew whenever it runs")
