@@ -82,8 +82,8 @@ class GraphMaker(Protocol):
         """Inside, work is launched where graphs are recorded: on a stream of its own."""
 
     def refusing_waits(self) -> AbstractContextManager[object]:
-        """Inside, what makes the host wait for the device raises RuntimeError: a recording that fails so late may leave
-        older releases of torch recording."""
+        """Inside, what makes the host wait for the device raises RuntimeError, in all threads: a recording that fails
+        so late may leave older releases of torch recording."""
 
     def record(self, pool: Any, draws: Sequence[Any]) -> AbstractContextManager[Graph]:
         """Inside, what is launched is recorded, and need not run. It draws random numbers from any of `draws`."""
@@ -372,9 +372,7 @@ class StageGraphs:
             _copy(map(_other_values, inputs), static)
             self._run_layers(key, static, others, moments)
             expected = self._run_layers(key, inputs, seeds, self._statistics.new_moments(), again=True)
-            if number not in self._pools:
-                self._pools[number] = self._maker.new_pool()
-            pool = self._pools[number]
+            pool = self._pools.setdefault(number, self._maker.new_pool())
             needs = [output.requires_grad for output in expected.outputs]
             reached = self._gets_gradient(key, expected.outputs)
             static_outputs = tuple(self._static("outputs", place, like) for place, like in enumerate(expected.outputs))
@@ -646,8 +644,7 @@ def _others(seeds: Seeds) -> Seeds:
 
 
 def _other_values(given: torch.Tensor) -> torch.Tensor:
-    """Values that layers take as well: those of other samples or, of a single sample, the same at other places, if they
-    are no numbers of classes, of which a place may have more than another."""
+    """Values that layers take as well: of other samples or, of one sample, of other places, unless they are indices."""
     if given.shape[:1] != (1,):
         return given.roll(1, 0)
     return given.roll(1) if given.is_floating_point() else given
