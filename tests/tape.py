@@ -168,6 +168,22 @@ class TapeMaker:
             self.recording.draw_from(draws)
 
 
+class Full(TapeMaker):
+    """Of a device that has memory for so many graphs."""
+
+    def __init__(self, graphs: int) -> None:
+        super().__init__()
+        self.left = graphs
+
+    @contextmanager
+    def record(self, pool: Pool, draws: Sequence[Draws]) -> Iterator[Tape]:
+        with super().record(pool, draws) as recorded:
+            yield recorded
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("no memory is left\nfor a graph")
+
+
 class Memory(TorchDispatchMode):
     """The most bytes of tensors that were alive at once and made inside, those of a pool and of the host left out."""
 

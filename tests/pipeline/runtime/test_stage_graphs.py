@@ -2,8 +2,8 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -406,28 +406,12 @@ def test_recording_needs_no_second_set_of_gradients(samples: Sequence[int], monk
     assert peaks[1] < peaks[0] + 64 * boundary._HASHED, "two words of 8 bytes, and three temporary results"
 
 
-class Full(tape.TapeMaker):
-    """Of a device that has memory for so many graphs."""
-
-    def __init__(self, graphs: int) -> None:
-        super().__init__()
-        self.left = graphs
-
-    @contextmanager
-    def record(self, pool: tape.Pool, draws: Sequence[tape.Draws]) -> Iterator[tape.Tape]:
-        with super().record(pool, draws) as recorded:
-            yield recorded
-        self.left -= 1
-        if self.left < 0:
-            raise torch.OutOfMemoryError("no memory is left\nfor a graph")
-
-
 def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one graph, the first micro-batch has none for its backward; with room for five, the third. These
     run kernel by kernel, the others go on with graphs. When there is more room, all have graphs."""
     found: list[tuple[list[int], list[int], list[str]]] = []
     for room, micro_batches in ((100, 2), (1, 4), (5, 4)):
-        maker = Full(room)
+        maker = tape.Full(room)
         monkeypatch.setattr(pipeline_part, "graph_maker", lambda device, maker=maker: maker)
         layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
         pipeline = Pipeline(layers, partitions=1, balance=[2], micro_batches=micro_batches, recompute="never")
