@@ -2,12 +2,13 @@
 
     python recipes/measurements/gpu_kit.py [--parts engine,peers,layers,memory,check,tests] [--minutes 8] [--folder F]
 
-`engine` has programs in which CUDA graphs may go wrong, `peers` runs gpipe check against=... in the sizes of
-torchgpipe's benchmarks, with graphs and in float32 without, `layers` writes the times of the layers of these models to
-F/layers, `memory` compares peaks of two replicas with what was planned, `check` runs gpipe check of four models in two
-precisions and trainings that must use graphs, and `tests` runs pytest -m gpu. Every row is a process that is killed
-after --seconds, and none begins when --minutes have passed. The table F/gpu_kit.md is written after each row, so that a
-kit that is interrupted leaves what it has found. With --device=cpu all models are tiny.
+`engine` has programs in which CUDA graphs may go wrong, `peers` runs gpipe check against=torchgpipe, which times plain
+PyTorch, too, in the sizes of torchgpipe's benchmarks, with graphs and in float32 without, `layers` writes the times of
+the layers of these models to F/layers, `memory` compares peaks of two replicas with what was planned, `check` runs
+gpipe check of four models in two precisions and trainings that must use graphs, and `tests` runs pytest -m gpu. Every
+row is a process that is killed after --seconds, and none begins when --minutes have passed. The table F/gpu_kit.md is
+written after each row, so that a kit that is interrupted leaves what it has found. With --device=cpu all models are
+tiny.
 
 A machine without a network gets the wheels that images with PyTorch lack, made in the root of a checkout:
 
@@ -20,7 +21,6 @@ and there, in the root of the same checkout:
 """
 
 import argparse
-import copy
 import json
 import os
 import signal
@@ -30,8 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -203,30 +201,8 @@ def launches_of_seeds(device: str) -> str:
     return f"{fills[0]} and {fills[1]} fills in 4 steps of 4 micro-batches, without and with 24 more dropouts"
 
 
-def beside_plain_pytorch(device: str) -> str:
-    """Layers of a Transformer in bfloat16, without recomputation: plain PyTorch; M = 4 with graphs, and without."""
-    width, depth, length = (64, 2, 8) if device == "cpu" else (1024, 6, 1024)
-    blocks = [nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True) for _ in range(depth)]
-    batch, model = torch.randn(16, length, width, device=device), nn.Sequential(*blocks).to(device)
-    pipelines = [Pipeline(copy.deepcopy(model), partitions=1, balance=[depth], micro_batches=4, devices=[device],
-                          recompute="never", graphs=graphs) for graphs in (True, False)]  # fmt: skip
-    ways = [lambda: nn.functional.mse_loss(model(batch), batch).backward()]
-    ways += [partial(pipeline.step, batch, batch, nn.functional.mse_loss) for pipeline in pipelines]
-    seconds = []
-    for way in ways:
-        ends = []
-        for _ in range(13):
-            with torch.autocast(torch.device(device).type, torch.bfloat16):
-                way()
-            torch.get_device_module(device).synchronize()
-            ends.append(time.perf_counter())
-        seconds.append(median(after - before for before, after in pairwise(ends[2:])))
-    plain, with_graphs, without = (f"{1000 * value:.1f}" for value in seconds)
-    return f"plain {plain} ms a step, gpipe {with_graphs}, graphs=false {without}"
-
-
 ENGINE = {check.__name__: check for check in (first_use, current_device, later_shapes, no_memory, changed_options,
-                                              dropped_graphs, launches_of_seeds, beside_plain_pytorch)}  # fmt: skip
+                                              dropped_graphs, launches_of_seeds)}  # fmt: skip
 
 
 def lines(part: str, device: str) -> Iterator[list[str]]:
