@@ -5,12 +5,15 @@ addresses freeze; what waits for the device (`.item()`) is refused; outputs are 
 memory that was free when a graph was recorded may hold anything after the replay of another graph of its pool.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -31,11 +34,10 @@ class Draws:
 class Tape(TorchDispatchMode):
     """A graph: the operations dispatched inside."""
 
-    def __init__(self, pool: "Pool") -> None:
+    def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
-        self._pool = pool
         self._calls: list[Any] = []
-        self._free: list[torch.UntypedStorage] = []
+        self._free = free
         self.replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,9 +51,6 @@ class Tape(TorchDispatchMode):
     def draw_from(self, draws: Draws) -> None:
         draws.use()
         self._calls.append(draws)
-
-    def begin(self) -> None:
-        self._free = self._pool.free()
 
     @property
     def launches(self) -> int:
@@ -119,12 +118,22 @@ class Pool:
         ]
 
 
+def _in_graph(parameter: nn.Parameter) -> bool:
+    """Whether a graph of autograd over a parameter is alive, which then has the node that adds up its gradient."""
+    get_gradient_edge(parameter).node.metadata["met"] = True
+    return get_gradient_edge(parameter).node.metadata.pop("met", False)
+
+
 class TapeMaker:
-    """A `GraphMaker` for the CPU."""
+    """A `GraphMaker` for the CPU. As in a GPU's, a recording fails while a graph of autograd over one of `parameters`
+    is alive, whose node belongs to the stream on which it was made."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
-        self._recording: Tape | None = None
+        self.parameters: Sequence[nn.Parameter] = ()
+        self.failed = 0  # recordings
+        self.recording: Tape | None = None
+        self._stale = False
 
     def new_pool(self) -> Pool:
         return Pool()
@@ -133,23 +142,69 @@ class TapeMaker:
         return Draws()
 
     def apart(self) -> Any:
+        self._stale = any(map(_in_graph, self.parameters))
         return nullcontext()
 
-    refusing_waits = apart
+    def refusing_waits(self) -> Any:
+        return nullcontext()
 
     @contextmanager
     def record(self, pool: Pool, draws: Sequence[Draws]) -> Iterator[Tape]:
-        tape = self._recording = Tape(pool)
-        tape.begin()
+        if self._stale:
+            self.failed += 1
+            raise RuntimeError("a node of autograd belongs to another stream")
+        tape = self.recording = Tape(pool.free())
         try:
             with tape:
                 yield tape
         finally:
-            self._recording = None
+            self.recording = None
         pool.tapes.append(tape)
         self.tapes.append(tape)
 
     def draw_from(self, draws: Draws | None) -> None:
-        assert self._recording is not None
+        assert self.recording is not None
         if draws is not None:
-            self._recording.draw_from(draws)
+            self.recording.draw_from(draws)
+
+
+class Full(TapeMaker):
+    """Of a device that has memory for so many graphs."""
+
+    def __init__(self, graphs: int) -> None:
+        super().__init__()
+        self.left = graphs
+
+    @contextmanager
+    def record(self, pool: Pool, draws: Sequence[Draws]) -> Iterator[Tape]:
+        with super().record(pool, draws) as recorded:
+            yield recorded
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("no memory is left\nfor a graph")
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once and made inside, those of a pool and of the host left out."""
+
+    def __init__(self, maker: TapeMaker) -> None:
+        super().__init__()
+        self._maker, self._alive = maker, dict[int, int]()
+        self.bytes = self.peak_bytes = 0
+
+    def _free(self, number: int) -> None:
+        self.bytes -= self._alive.pop(number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        of_host = func is torch.ops.aten._to_copy.default and args[0].is_floating_point()
+        given = {storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        for one in tree_leaves(returned):
+            if isinstance(one, torch.Tensor) and not of_host and self._maker.recording is None:
+                memory = one.untyped_storage()
+                if memory._cdata not in self._alive and memory._cdata not in given:
+                    self._alive[memory._cdata] = memory.nbytes()
+                    self.bytes += memory.nbytes()
+                    weakref.finalize(memory, self._free, memory._cdata)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return returned

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tape import TapeMaker
 from training_runs import configure
 
 from gpipe_cli.system.gpus import usable_gpus
+from gpipe_cli.training import pipeline_part
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
 NOISE = [
@@ -61,6 +63,20 @@ def test_a_measurement_runs(
 def test_what_a_gpu_is_asked_to_do_are_settings(load: Callable[[str], Any]) -> None:
     """Two rows always failed there, as settings of theirs do not exist."""
     kit = load("gpu_kit")
-    for part in ("check", "peers"):
+    for part in ("peers", "layers", "memory", "check"):
         for line in kit.lines(part, "cuda"):
-            configure(*(setting for setting in line[1:] if not setting.startswith(("against=", "device="))))
+            configure(*(setting for setting in line[3:] if not setting.startswith(("against=", "device="))))
+
+
+def test_the_programs_for_a_gpu_run_on_an_imitated_one(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fails, or says what it has found; without graphs those that need them fail."""
+    kit = load("gpu_kit")
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: TapeMaker())
+    found = {name: program("cpu") for name, program in kit.ENGINE.items()}
+    assert found["later_shapes"] == "the same bits, [8, 8] recordings"
+    assert found["no_memory"].endswith("later the same bits, [2, 2] recordings")
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: None)
+    with pytest.raises(AssertionError, match="nothing was recorded"):
+        kit.ENGINE["later_shapes"]("cpu")

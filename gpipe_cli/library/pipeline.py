@@ -134,7 +134,8 @@ class Pipeline:
                 Under torchrun: the device of this process; None: its GPU, else the CPU.
             seed: for dropout and whatever else layers draw. The program's own generators are left as they are.
             graphs: on GPUs, replay the kernels of each stage as CUDA graphs where that gives the same bits, from the
-                second step with micro-batches of the same shapes on. `.grad` is then the same memory in every step.
+                second step with micro-batches of the same shapes on. `.grad` is then the same memory in every step,
+                without replicas. While they are recorded, `.item()` and other waits raise, in other threads, too.
             precision: of products and convolutions: bfloat16 by autocast, with weights and gradients in float32.
             compile: compile each layer by torch.compile, for each size of micro-batches, before the first step with it.
                 Not for schedules that cut backwards in two: zero_bubble, zbv, v_half and v_min.

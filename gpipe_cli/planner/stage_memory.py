@@ -54,9 +54,11 @@ class StageMemory:
 
 def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
     """The bytes of a layer's gradients beside `.grad` while they are summed over replicas: what is sent takes the place
-    of the gradients, and what is received is added. On this machine's CPUs, also those of the copies that are written
-    as a checkpoint while training goes on; a GPU's state is copied to memory of its host."""
-    sums = 2 * weights.summed_bytes - weights.gradient_bytes if config.replicas > 1 else 0
+    of the gradients, unless graphs add to them, and what is received is added. On this machine's CPUs, also those of
+    the copies that are written as a checkpoint while training goes on; a GPU's state is copied to memory of its host.
+    """
+    freed_bytes = 0 if replays_graphs(config) else weights.gradient_bytes
+    sums = 2 * weights.summed_bytes - freed_bytes if config.replicas > 1 else 0
     on_cpu = config.hardware.here and not computes_on_gpu(config)
     return sums + (weights.saved_bytes if on_cpu else 0)
 

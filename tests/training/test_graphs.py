@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plan_runs import plan_of
-from tape import TapeMaker
+from tape import Full, TapeMaker
 from test_check_matrix import ALIKE, APART, IMAGES, LM, REPLICAS, RUNS, SMALL, _with_models, settings_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_tensors, configure, final_tensors, of_type, train_here
@@ -60,6 +60,27 @@ def test_a_stage_that_cannot_be_replayed_is_refused_where_it_must_be(monkeypatch
     settings = [*SMALL, *settings_of("amoebanet", monkeypatch)]
     with pytest.raises(RefusedError, match=r"^graphs=true: stage 0: layer .*use graphs=auto$"):
         train_here(configure(*settings, "graphs=true"), Path("run"))
+
+
+def test_a_stage_without_memory_for_graphs_says_so_and_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second stage has room for two graphs, of three, when the run begins, and for more when it is tried again."""
+    settings = [*SMALL, *RUNS["language model"], "partitions=2", "epochs=3"]
+    makers = [TapeMaker(), Full(2)]
+    stages = iter(makers)
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: next(stages))
+    set_progress = Engine.set_progress
+
+    def give_room(engine: Engine, share: float) -> None:
+        makers[1].left += 100 if 0 < share < 1 else 0
+        set_progress(engine, share)
+
+    monkeypatch.setattr(Engine, "set_progress", give_room)
+    found = recorded(settings, tmp_path / "graphs")
+    assert found.stages == 1
+    assert found.causes == ("stage 1: OutOfMemoryError: no memory is left",)
+    assert any(one.replays > 2 for one in makers[1].tapes), "later"
+    train_here(configure(*settings, "graphs=false"), tmp_path / "layers")
+    assert_same_tensors(final_tensors(tmp_path / "graphs"), final_tensors(tmp_path / "layers"))
 
 
 @pytest.mark.parametrize(

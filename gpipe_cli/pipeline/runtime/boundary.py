@@ -16,6 +16,7 @@ import torch
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
 """Outputs of a stage, none of them None; or gradients, with None for a tensor that needs no gradient."""
+_HASHED = 1 << 17  # elements of a tensor that are hashed at once
 ALIGNED_BYTES = 256  # the largest alignment of which torch tells cuBLASLt, which chooses kernels by it
 
 
@@ -122,6 +123,21 @@ def digest(tensors: Tensors) -> str:
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors on the same device have the same digest."""
     return tensor.dtype is other.dtype and tensor.shape == other.shape and torch.equal(_bits(tensor), _bits(other))
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A hash, int64 (), of a tensor's bits and their places, computed on its device without waiting for it, and with
+    memory for `_HASHED` elements at most; -0.0 counts as 0.0."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate(tensor.detach().contiguous().flatten().split(_HASHED)):
+        words = (part + 0.0).view(torch.int16).to(torch.int64)
+        places = torch.arange(len(words), device=tensor.device).add_(number << 20)
+        words.add_(places.mul_(-0x61C8864680B583EB))  # odd constants of splitmix64 (Steele et al., 2014)
+        for constant in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+            words.bitwise_xor_(words >> 29).mul_(constant)
+        total += words.bitwise_xor_(words >> 32).sum()
+    return total
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -283,9 +283,13 @@ class Stage:
         if self.graphs is None:
             return None
         kind = GraphKind.SPLIT if micro_batch in self._split else GraphKind.WHOLE
-        return self.graphs.take(
-            kind if keep is Retain.GRAPH else GraphKind.FORWARD, inputs, partial(self._seed_of, micro_batch)
-        )
+        kind = kind if keep is Retain.GRAPH else GraphKind.FORWARD
+        return self.graphs.take(kind, inputs, partial(self._seed_of, micro_batch), self._keeps_no_graph)
+
+    def _keeps_no_graph(self) -> bool:
+        """Whether there is no graph of autograd over the layers, of a micro-batch whose layers have run."""
+        waiting = any(deferred and isinstance(deferred, list) for deferred in self._deferred.values())
+        return not waiting and all(saved.roots is None or saved.slot is not None for saved in self._saved.values())
 
     def _run_loss(self, micro_batch: int, slot: Slot, keep: Retain, *, observe: bool) -> Tensors:
         """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the slot's

@@ -11,35 +11,49 @@ slot of their own. Outputs and gradients that go to other stages are copied from
 micro-batches of other shapes share this memory and the pools, as nothing stays in a slot that is free. So the bytes
 held are those of the largest micro-batch, however many shapes there are (`planner/stage_memory.py`).
 
-Python runs while a graph is recorded, and never again: a number that changes between steps would keep its value. So
-graphs are used only where they are proven to be right: before the first use an action runs both ways on a real
-micro-batch, with other seeds and values than those recorded, and all results must have the same bits. Layers that
-cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why.
+Python runs while a graph is recorded, and never again: what it reads would keep its value. So graphs are used only
+where they are proven to be right: before the first use an action runs both ways on a real micro-batch, with other seeds
+and values than those recorded, and all results must have the same bits. What has changed before a step has graphs
+recorded anew, a few times: where weights are, attributes of modules and what they consist of, as pickle sees it (dicts,
+lists, objects), and variables that a `forward` itself names, global and enclosing ones, if they are plain data. Not
+seen is what changes within a step, what other functions read, attributes of classes, and objects in global variables.
+
+Layers that cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why. A
+recording may also fail for a reason that passes: the device has no memory left, or the program keeps a graph of
+autograd over the weights. It is tried again, after twice as many steps each time.
 """
 
+import inspect
+import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import chain, compress, count
-from typing import Any, Protocol, TypeAlias
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, same_bits
+from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, checksum, same_bits
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, Moments
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
-from gpipe_cli.pipeline.runtime.module_state import Attributes, attributes_of, other_generators, putting_back
+from gpipe_cli.pipeline.runtime.module_state import other_generators, putting_back
 from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_of
-from gpipe_cli.system.accelerator import generators, is_accelerator
+from gpipe_cli.system.accelerator import generators, is_accelerator, wait_for_device
 
 _MOST_SHAPES = 16  # for which a stage has graphs: each takes memory of the driver, which no plan counts
-_MOST_MOVES = 8  # of weights, after which a stage is not recorded again
+_MOST_CHANGES = 8  # after which a stage is not recorded again
 _MOST_MISSES = 4  # times that other outputs get a gradient than before
-_SCALARS = (bool, int, float, str, tuple, type(None))
+_MOST_BYTES = 1 << 20  # of what is compared before each step
+_SCALARS = (bool, int, float, str, type(None), tuple)
+_DATA = frozenset((*_SCALARS, complex, bytes, list, dict, set))
+_CODE = type, ModuleType, FunctionType, BuiltinFunctionType
 _OF_MODULES = vars(nn.Module()).keys()  # attributes that every module has
 
 
@@ -68,8 +82,8 @@ class GraphMaker(Protocol):
         """Inside, work is launched where graphs are recorded: on a stream of its own."""
 
     def refusing_waits(self) -> AbstractContextManager[object]:
-        """Inside, what makes the host wait for the device raises RuntimeError: a recording that fails so late may leave
-        older releases of torch recording."""
+        """Inside, what makes the host wait for the device raises RuntimeError, in all threads: a recording that fails
+        so late may leave older releases of torch recording."""
 
     def record(self, pool: Any, draws: Sequence[Any]) -> AbstractContextManager[Graph]:
         """Inside, what is launched is recorded, and need not run. It draws random numbers from any of `draws`."""
@@ -141,13 +155,16 @@ class StageGraphs:
         self._compute, self._running_layer = compute, running_layer
         self.rehearsing = False  # whether graphs are made in the first step that could use them, and not in the second
         self.cause = ""  # why the stage is not replayed: the layer, and what is wrong with it
+        self._given_up = False  # for good, as the cause will not pass
+        self._failures = 0  # recordings that failed, and may succeed later
+        self._next_try = 0  # the step from which on the next recording may be tried
         self.recordings = 0  # slots recorded so far, those that were dropped included
         self._step = 0
         self._seen: dict[_Key, int] = {}  # the first step with such micro-batches
         self._slots: dict[_Key, list[Slot]] = {}
         # whether each output gets a gradient, where not all do that require one
         self._reached: dict[_Key, list[bool]] = {}
-        self._busy: set[int] = set()  # numbers of the pools in use
+        self._busy: dict[int, Slot] = {}  # micro-batches in flight, by the numbers of their pools
         self._pools: dict[int, object] = {}
         # outside the pools, by what lies there: tensors of all shapes take turns
         self._memory: dict[tuple[str, int], torch.UntypedStorage] = {}
@@ -155,7 +172,7 @@ class StageGraphs:
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}  # memory of parameters' gradients, in every step
         self._frozen: dict[bool, _Frozen] = {}  # what graphs of training, and of evaluation, take for granted
         self._usable = True  # in this step
-        self._moves = 0  # how often weights were elsewhere than before
+        self._changes = 0  # how often what graphs take for granted had changed
         self._misses = 0  # how often other outputs got a gradient than before
 
     def begin_step(self) -> None:
@@ -164,21 +181,23 @@ class StageGraphs:
         self._step += 1
         hooked = _hooked_layer(self._module)
         if hooked and self.rehearsing:
-            self.cause = f"layer {hooked} has a hook, which is not called when it is replayed"
+            self._give_up(f"layer {hooked} has a hook, which is not called when it is replayed")
         frozen = self._frozen.get(self._module.training)
-        if frozen is not None and (changed := frozen.changed()):
-            self.cause = f"{changed} changes between steps"
-        moved = frozen is not None and frozen.moved()
-        self._moves += moved
-        if self._moves > _MOST_MOVES:
-            self.cause = "its weights are replaced between steps"
-        if self.cause or moved:
+        changed = "" if frozen is None or self._given_up else frozen.changed()
+        self._changes += bool(changed)
+        if changed and (self._changes > _MOST_CHANGES or self.rehearsing):
+            self._give_up(f"{changed} changes between steps")
+        if self._given_up or changed:
             self.forget()
-        self._usable = not self.cause and not hooked
+        self._usable = not self._given_up and not hooked
 
-    def take(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot | None:
+    def _give_up(self, cause: str) -> None:
+        self.cause, self._given_up, self._usable = cause, True, False
+
+    def take(self, kind: GraphKind, inputs: Tensors, seeds: Seeds, may_record: Callable[[], bool]) -> Slot | None:
         """Replay the forward of a micro-batch; returns its slot, whose outputs hold until the next forward, or None if
-        there is no graph for it."""
+        there is no graph for it. Not `may_record`: while the stage keeps a graph of autograd, whose nodes add up
+        gradients on the stream on which they were made, which ends a recording on another."""
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         key = kind, shapes, self._module.training
         if not self._usable or (self._seen.setdefault(key, self._step) == self._step and not self.rehearsing):
@@ -189,12 +208,13 @@ class StageGraphs:
             recorded_shapes = {shapes for _, shapes, training in self._slots if training == self._module.training}
             if shapes not in recorded_shapes and len(recorded_shapes) >= _MOST_SHAPES:
                 return None
-            slot = self._make(key, inputs, seeds, prove=not made)
+            tried = self._step >= self._next_try and may_record()
+            slot = self._make(key, inputs, seeds, prove=not made) if tried else None
             if slot is None:
                 return None
             self._slots.setdefault(key, []).append(slot)
         if kind is not GraphKind.FORWARD:
-            self._busy.add(slot.number)
+            self._busy[slot.number] = slot
         self._replay_forward(slot, inputs, seeds)
         return slot
 
@@ -204,7 +224,7 @@ class StageGraphs:
             slot, [gradient for gradient in compress(gradients, slot.reached) if gradient is not None]
         )
         if slot.weights is None:
-            self._busy.discard(slot.number)
+            self._busy.pop(slot.number, None)
         return tuple(None if gradient is None else gradient.clone() for gradient in slot.input_gradients)
 
     def backward_weights(self, slot: Slot) -> None:
@@ -212,7 +232,7 @@ class StageGraphs:
         assert slot.weights is not None
         self._bind(slot.trained)
         slot.weights.replay()
-        self._busy.discard(slot.number)
+        self._busy.pop(slot.number, None)
 
     def _replay_forward(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
         _copy(inputs, slot.inputs)
@@ -227,13 +247,14 @@ class StageGraphs:
         reached = [needs and given is not None for given, needs in zip(gradients, slot.needs, strict=True)]
         if reached == slot.reached:
             return True
-        self._busy.discard(slot.number)
+        self._busy.pop(slot.number, None)
         if slot in self._slots.get(slot.key, ()):  # and not newer ones
+            wait_for_device(self._device)
             del self._slots[slot.key]
         self._misses += self._reached.get(slot.key, reached) != reached
         self._reached[slot.key] = reached
         if self._misses > _MOST_MISSES:
-            self.cause, self._usable = "which of its outputs get a gradient changes from step to step", False
+            self._give_up("which of its outputs get a gradient changes from step to step")
         return False
 
     def _replay_backward(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
@@ -270,6 +291,7 @@ class StageGraphs:
         if storage is not None and storage.nbytes() >= static.untyped_storage().nbytes():
             return static.set_(storage, 0, shape, strides)
         if storage is not None:
+            wait_for_device(self._device)
             remaining = {key: [slot for slot in slots if not slot.uses(storage)] for key, slots in self._slots.items()}
             self._slots = {key: slots for key, slots in remaining.items() if slots}
         self._memory[contents, place] = static.untyped_storage()
@@ -277,6 +299,8 @@ class StageGraphs:
 
     def forget(self) -> None:
         """Free all memory; called between steps, as micro-batches in flight need theirs."""
+        if self._slots:
+            wait_for_device(self._device)  # the host may be ahead of replays of graphs that are dropped
         self._slots.clear()
         self._pools.clear()
         self._memory.clear()
@@ -285,22 +309,36 @@ class StageGraphs:
 
     def _make(self, key: _Key, inputs: Tensors, seeds: Seeds, *, prove: bool) -> Slot | None:
         """Record the graphs of a slot and, to `prove` them, compare their results with those of the layers. Afterwards
-        gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used; micro-batches in
-        flight go on with theirs."""
-        bound = (pair for pair in self._gradients.items() if pair[0].grad is pair[1])
-        started = {parameter: static.clone() for parameter, static in bound}
+        gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used or made;
+        micro-batches in flight go on with theirs."""
+        started = dict[nn.Parameter, torch.Tensor]()
+        for parameter in self._module.parameters() if key[0] is not GraphKind.FORWARD else ():
+            gradient, static = parameter.grad, self._gradients.get(parameter)
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if static is None and gradient.stride() == parameter.stride():
+                static = self._gradients[parameter] = gradient
+            if static is gradient:  # on the host, as plans have no memory for a second set of gradients
+                started[parameter] = gradient.to("cpu", copy=True)
         random = [(generator, generator.get_state()) for generator in generators(self._device)]
         try:
             with putting_back(self._module) as attributes:
-                slot = self._record(key, inputs, seeds)
+                slot, expected = self._record(key, inputs, seeds)
                 if prove:
-                    self._prove(slot, inputs, seeds)
+                    self._prove(slot, inputs, seeds, expected)
+                if self._module.training not in self._frozen:
+                    self._frozen[self._module.training] = _Frozen(self._module)
                 attributes.clear()  # a layer may have made tensors in its first call, which graphs read
         except Exception as error:  # layers, autograd and the driver may raise anything
             reason = str(error) if isinstance(error, UnrecordableError) else f"{type(error).__name__}: {error}"
             layer = self._running_layer()
             where = f"layer {layer}: " if layer and not isinstance(error, UnrecordableError) else ""
-            self.cause, self._usable = where + (reason.strip().splitlines() or [""])[0], False
+            self.cause = where + (reason.strip().splitlines() or [""])[0]
+            if isinstance(error, UnrecordableError):
+                self._give_up(self.cause)
+            self._next_try = self._step + 2**self._failures
+            self._failures += 1
+            self._free_unused()
             return None
         finally:
             with torch.no_grad():
@@ -308,33 +346,38 @@ class StageGraphs:
                     parameter.grad = parameter.grad if parameter.grad is None else parameter.grad.copy_(value)
             for generator, state in random:
                 generator.set_state(state)
-        if self._module.training not in self._frozen:
-            self._frozen[self._module.training] = _Frozen(self._module)
         self.recordings += 1
+        self.cause = ""
         return slot
 
-    def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> Slot:
+    def _free_unused(self) -> None:
+        """Free what no slot uses, after a recording that has failed."""
+        slots = [*chain.from_iterable(self._slots.values()), *self._busy.values()]
+        numbers = {slot.number for slot in slots}
+        trained = set(chain.from_iterable(slot.trained for slot in slots))
+        self._pools = {number: pool for number, pool in self._pools.items() if number in numbers}
+        self._gradients = {parameter: static for parameter, static in self._gradients.items() if parameter in trained}
+        self._memory = {at: memory for at, memory in self._memory.items() if any(slot.uses(memory) for slot in slots)}
+
+    def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> tuple[Slot, "_Results"]:
+        """Record the graphs of a slot; returns it, and what the layers themselves give for `inputs`."""
         keeps = key[0] is not GraphKind.FORWARD
         number = next(number for number in count() if number not in self._busy) if keeps else -1
-        if number not in self._pools:
-            self._pools[number] = self._maker.new_pool()
-        pool = self._pools[number]
         # other values and seeds than those of the proof: what is read from them while recording shows there
         others = _others(seeds)
         moments = self._statistics.new_moments()
         with self._maker.apart():
             contents = f"inputs of slot {number}"
             static = tuple(self._static(contents, place, given) for place, given in enumerate(inputs))
-            _copy((given.roll(1, 0) for given in inputs), static)
-            warm_outputs, input_gradients = self._warm_up(key, static, others, moments)
-            needs = [output.requires_grad for output in warm_outputs]
-            reached = self._gets_gradient(key, warm_outputs)
-            static_outputs = tuple(self._static("outputs", place, like) for place, like in enumerate(warm_outputs))
-            trained = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
+            _copy(map(_other_values, inputs), static)
+            self._run_layers(key, static, others, moments)
+            expected = self._run_layers(key, inputs, seeds, self._statistics.new_moments(), again=True)
+            pool = self._pools.setdefault(number, self._maker.new_pool())
+            needs = [output.requires_grad for output in expected.outputs]
+            reached = self._gets_gradient(key, expected.outputs)
+            static_outputs = tuple(self._static("outputs", place, like) for place, like in enumerate(expected.outputs))
+            trained = [weight for name, weight in self._module.named_parameters() if name in expected.checksums]
             for parameter in trained:
-                assert parameter.grad is not None
-                if parameter not in self._gradients:
-                    self._gradients[parameter] = torch.zeros_like(parameter.grad)
                 parameter.grad = self._gradients[parameter]
 
             def draw(place: int) -> None:
@@ -360,11 +403,11 @@ class StageGraphs:
                 )
                 slot.input_gradients = tuple(
                     None if gradient is None else self._static("gradients of inputs", place, gradient)
-                    for place, gradient in enumerate(input_gradients)
+                    for place, gradient in enumerate(expected.input_gradients)
                 )
                 del outputs
                 self._record_backward(slot, pool, roots)
-        return slot
+        return slot, expected
 
     def _record_backward(self, slot: Slot, pool: object, roots: list[GradientEdge]) -> None:
         split = slot.key[0] is GraphKind.SPLIT
@@ -393,80 +436,94 @@ class StageGraphs:
         tensors = (*self._module.parameters(), *self._module.buffers(), *(slot.moments for slot in moments))
         return {storage_of(tensor) for tensor in tensors}
 
-    def _warm_up(self, key: _Key, inputs: Tensors, seeds: Seeds, moments: Moments) -> tuple[Tensors, OptionalTensors]:
-        """Run forward and backward twice: libraries set themselves up, and layers keep what they keep from a first
-        call. Finds the layers that draw random numbers; returns outputs, which require a gradient where the layers'
-        do, and the gradients of the inputs. Raises UnrecordableError for layers that keep something from each call."""
+    def _run_layers(
+        self, key: _Key, inputs: Tensors, seeds: Seeds, moments: Moments, *, again: bool = False
+    ) -> "_Results":
+        """Run forward and backward, twice before they are recorded: libraries set themselves up, and layers keep what
+        they keep from a first call. Finds the layers that draw random numbers, and makes the memory of gradients.
+        Outputs require a gradient where the layers' do; no gradient of a parameter is kept until the next is computed,
+        as plans have no memory for them. Raises UnrecordableError for layers that keep something from each call."""
         keeps = key[0] is not GraphKind.FORWARD
-        for again in (False, True):
-            before, names = attributes_of(self._module), _names(self._module)
-            buffers = [(name, buffer, buffer._version) for name, buffer in self._module.named_buffers()]
-            others, watch = other_generators(), _Watch(self._device, self._module, seeds)
-            with (
-                self._statistics.recording(moments),
-                self._maker.refusing_waits() if again else nullcontext(),
-            ):
-                leaves, outputs = self._compute(inputs, keeps, watch.begins)
-                watch.ended()
-                roots = list(compress(outputs, self._gets_gradient(key, outputs)))
-                if keeps and roots:
-                    torch.autograd.backward(roots, [root.detach() for root in roots])
-            if other_generators() != others:
-                raise UnrecordableError("a layer draws from Python's random module or numpy.random")
-            for place in watch.drew:
-                if place not in self._draws:
-                    self._draws[place] = self._maker.new_draws()
-            without_autograd = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
-            input_gradients = tuple(leaf.grad for leaf in leaves)
-            del leaves, outputs, roots
+        frozen = _Frozen(self._module)
+        buffers = [(name, buffer, buffer._version) for name, buffer in self._module.named_buffers()]
+        others, watch = other_generators(), _Watch(self._device, self._module, seeds)
+        checksums: dict[str, torch.Tensor] = {}
+
+        def free_gradient(name: str, parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
             if again:
-                _refuse_changed(before, names)
-                for name, buffer, version in buffers:
-                    if buffer._version != version:  # a recomputation would change it again
-                        layer, _, changed = name.partition(".")
-                        raise UnrecordableError(f"layer {layer} changes its {changed} whenever it runs")
-        return without_autograd, input_gradients
+                checksums[name] = checksum(parameter.grad)
+                if parameter not in self._gradients:
+                    self._gradients[parameter] = torch.zeros_like(parameter.grad)
+            parameter.grad = None
+
+        with (
+            ExitStack() as hooks,
+            self._statistics.recording(moments),
+            self._maker.refusing_waits() if again else nullcontext(),
+        ):
+            for name, weight in self._module.named_parameters():
+                if weight.requires_grad:
+                    hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(free_gradient, name)))
+            leaves, outputs = self._compute(inputs, keeps, watch.begins)
+            watch.ended()
+            roots = list(compress(outputs, self._gets_gradient(key, outputs)))
+            if keeps and roots:
+                torch.autograd.backward(roots, [root.detach() for root in roots])
+        if other_generators() != others:
+            raise UnrecordableError("a layer draws from Python's random module or numpy.random")
+        for place in watch.drew:
+            if place not in self._draws:
+                self._draws[place] = self._maker.new_draws()
+        without_autograd = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+        if again:
+            if changed := frozen.changed():
+                raise UnrecordableError(f"{changed} changes whenever it runs")
+            for name, buffer, version in buffers:
+                if buffer._version != version:  # a recomputation would change it again
+                    layer, _, changed = name.partition(".")
+                    raise UnrecordableError(f"layer {layer}: {changed} changes whenever it runs")
+        return _Results(without_autograd, tuple(leaf.grad for leaf in leaves), moments, checksums)
 
     def _gets_gradient(self, key: _Key, outputs: Tensors) -> list[bool]:
         """Whether each output gets a gradient."""
         return self._reached.get(key) or [output.requires_grad for output in outputs]
 
-    def _prove(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
+    def _prove(self, slot: Slot, inputs: Tensors, seeds: Seeds, expected: "_Results") -> None:
         """Raises UnrecordableError if the graphs give other bits than the layers."""
-        trained, keeps = list(self._module.parameters()), slot.key[0] is not GraphKind.FORWARD
-
-        def gradients() -> dict[str, torch.Tensor]:
-            named = self._module.named_parameters()
-            return {f"the gradient of {name}": weight.grad + 0.0 for name, weight in named if weight.grad is not None}
-
-        for parameter in trained:
-            parameter.grad = None
-        moments = self._statistics.new_moments()
-        with self._maker.apart():
-            with self._statistics.recording(moments):
-                leaves, outputs = self._compute(inputs, keeps, lambda place: seed_generator(self._device, seeds(place)))
-            roots = list(compress(outputs, slot.reached))
-            given = [root.detach() for root in roots]
-            if keeps and roots:
-                torch.autograd.backward(roots, given)
-            expected = _numbered("output", outputs) | _numbered("the gradient of input", [leaf.grad for leaf in leaves])
-            expected |= _numbered("the moments of batch norm", [norm.moments for norm in moments]) | gradients()
-            del leaves, outputs, roots
-        for parameter in trained:
+        for parameter in self._module.parameters():
             parameter.grad = None
         self._replay_forward(slot, inputs, seeds)
-        replayed = _numbered("output", [output.clone() for output in slot.outputs])
-        replayed |= _numbered("the moments of batch norm", [norm.moments for norm in slot.moments])
-        if keeps:
-            self._replay_backward(slot, given)
+        if slot.backward is not None:
+            self._replay_backward(slot, [*compress(expected.outputs, slot.reached)])
             if slot.weights is not None:
                 slot.weights.replay()
-            replayed |= _numbered("the gradient of input", slot.input_gradients) | gradients()
-        for name, value in expected.items():
+        named = self._module.named_parameters()
+        checksums = {name: checksum(weight.grad) for name, weight in named if weight.grad is not None}
+        replayed = _Results(slot.outputs, slot.input_gradients, slot.moments, checksums).named()
+        for name, value in expected.named().items():
             if name not in replayed or not same_bits(replayed[name], value):
                 raise UnrecordableError(f"{name} has other bits when the layers are replayed")
-        if more := replayed.keys() - expected.keys():
-            raise UnrecordableError(f"{min(more)} is None unless the layers are replayed")
+            del replayed[name]
+        if replayed:
+            raise UnrecordableError(f"{min(replayed)} is None unless the layers are replayed")
+
+
+class _Results(NamedTuple):
+    """What a forward and a backward give. Outputs and gradients of inputs may be in memory that is used again."""
+
+    outputs: Tensors
+    input_gradients: OptionalTensors
+    moments: Moments
+    checksums: dict[str, torch.Tensor]  # of the gradients of parameters, by their names
+
+    def named(self) -> dict[str, torch.Tensor]:
+        moments = [norm.moments for norm in self.moments]
+        inputs = "the gradient of input", self.input_gradients
+        named = {f"the gradient of {name}": value for name, value in self.checksums.items()}
+        for what, tensors in (("output", self.outputs), inputs, ("the moments of batch norm", moments)):
+            named |= {f"{what} {number}": tensor for number, tensor in enumerate(tensors) if tensor is not None}
+        return named
 
 
 @dataclass
@@ -497,40 +554,58 @@ class _Watch:
 
 
 class _Frozen:
-    """What graphs of a module take for granted: its parts, numbers that its layers read, and where its weights are."""
+    """What graphs of a module take for granted (see above). Raises UnrecordableError for what cannot be compared."""
 
     def __init__(self, module: nn.Module) -> None:
-        named = [*module.named_modules()]
+        named = [(f"layer {name.partition('.')[0]}: ", inner) for name, inner in module.named_modules()]
         self._modules = [inner for _, inner in named]
-        self._attributes = [
-            (attributes, key, value, value._version if isinstance(value, torch.Tensor) else 0, name)
-            for name, inner in named
-            for attributes in (vars(inner),)
-            for key, value in attributes.items()
-            if key not in _OF_MODULES
+        self._values = [
+            (values, key, value, layer + key)
+            for layer, inner in named
+            for values in (vars(inner), inner._modules, inner._parameters, inner._buffers)
+            for key, value in values.items()
+            if values is not vars(inner) or key not in _OF_MODULES
         ]
-        parts = [parts for inner in self._modules for parts in (inner._modules, inner._parameters, inner._buffers)]
-        self._parts: list[tuple[dict[str, Any], str, Any]] = [
-            (owner, *item) for owner in parts for item in owner.items()
-        ]
-        self._tensors = [part for _, _, part in self._parts if isinstance(part, torch.Tensor)]
+        self._tensors = [*module.parameters(), *module.buffers()]
+        self._registered = set(map(id, (*self._modules, *self._tensors)))
         self._states = self._current()
+        read = {
+            id(value): (name, value)
+            for _, key, value, name in self._values
+            # the engine's own forward has a state
+            if key != "forward" and id(value) not in self._registered and not _is_constant(value)
+        }
+        for layer, inner in named:
+            forward = inspect.unwrap(type(inner).forward)
+            if isinstance(forward, FunctionType):
+                read.setdefault(id(forward), (f"{layer}a variable that its forward reads", forward))
+        self._read = [(*named_value, self._describe(named_value[1])) for named_value in read.values()]
+        for name, _, described in self._read:
+            if isinstance(described, str):
+                raise UnrecordableError(f"{name} {described}")
 
     def changed(self) -> str:
-        """The name of an attribute that has changed; "" if none has."""
-        for attributes, key, value, version, name in self._attributes:
-            current = attributes.get(key)
-            if current is value:
-                # a graph of a GPU has the value of a tensor of the CPU
-                same = not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value._version == version
-            else:
-                same = isinstance(value, _SCALARS) and type(current) is type(value) and bool(current == value)
-            if not same:
-                return f"layer {name.partition('.')[0]}: {key}"
-        return ""
+        """The name of what is another, elsewhere, or has other contents; "" if nothing is."""
+        for values, key, value, name in self._values:
+            current = values.get(key)
+            if current is not value and not (
+                isinstance(value, _SCALARS) and type(current) is type(value) and bool(current == value)
+            ):
+                return name
+        if self._current() != self._states:
+            return "where its weights are"
+        return next((name for name, value, was in self._read if self._describe(value) != was), "")
 
-    def moved(self) -> bool:
-        return any(owner.get(key) is not part for owner, key, part in self._parts) or self._current() != self._states
+    def _describe(self, value: Any) -> bytes | str:
+        """All that an object consists of; of code, tensors, and modules of the stage, which they are; or why not."""
+        described = io.BytesIO()
+        pickler = _Describer(described, protocol=5)
+        pickler.registered = self._registered
+        try:
+            pickler.dump(_variables(value) if isinstance(value, FunctionType) else value)
+        except Exception:  # objects themselves say what they consist of
+            return "cannot be compared from step to step"
+        return described.getvalue() if described.tell() <= _MOST_BYTES else "is too large to be compared in each step"
 
     def _current(self) -> list[Any]:
         """Where each tensor is and whether it is trained, and the mode of each module."""
@@ -538,8 +613,41 @@ class _Frozen:
         return [*tensors, *(inner.training for inner in self._modules)]
 
 
+class _Describer(pickle.Pickler):
+    registered: set[int]
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) in _DATA:
+            return None
+        if isinstance(value, _CODE) or id(value) in self.registered:
+            return id(value)
+        if not isinstance(value, torch.Tensor):
+            return None
+        # a graph of a GPU has the value of a tensor of the CPU
+        return id(value), value.data_ptr(), value._version if value.device.type == "cpu" else 0
+
+
+def _is_constant(value: Any) -> bool:
+    return all(isinstance(part, _SCALARS[:-1]) for part in (value if isinstance(value, tuple) else (value,)))
+
+
+def _variables(function: FunctionType) -> dict[str, Any]:
+    """The variables of a function's module and of enclosing functions that it names: plain data by value."""
+    values = {key: function.__globals__.get(key) for key in function.__code__.co_names}
+    enclosing = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values |= {key: cell.cell_contents for key, cell in enclosing}
+    return {key: value if type(value) in _DATA else id(value) for key, value in values.items()}
+
+
 def _others(seeds: Seeds) -> Seeds:
     return lambda place: seeds(place) ^ 1
+
+
+def _other_values(given: torch.Tensor) -> torch.Tensor:
+    """Values that layers take as well: of other samples or, of one sample, of other places, unless they are indices."""
+    if given.shape[:1] != (1,):
+        return given.roll(1, 0)
+    return given.roll(1) if given.is_floating_point() else given
 
 
 @torch.no_grad()
@@ -548,10 +656,6 @@ def _copy(tensors: Iterable[torch.Tensor | None], into: Iterable[torch.Tensor | 
         if static is not None:
             assert tensor is not None
             static.copy_(tensor)
-
-
-def _numbered(what: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    return {f"{what} {number}": tensor.detach() for number, tensor in enumerate(tensors) if tensor is not None}
 
 
 def _hooked_layer(module: nn.Module) -> str:
@@ -571,20 +675,3 @@ def _hooked_layer(module: nn.Module) -> str:
                     return name
             ahead += attributes["_modules"].values()
     return ""
-
-
-def _names(module: nn.Module) -> list[str]:
-    """The layer of each entry of `attributes_of`."""
-    return [name.partition(".")[0] for name, _ in module.named_modules() for _ in range(2)]
-
-
-def _refuse_changed(before: Attributes, names: Sequence[str]) -> None:
-    """Raises UnrecordableError for an attribute or buffer that is another object now, or another number."""
-    for (attributes, earlier), name in zip(before, names, strict=True):
-        for key in attributes.keys() | earlier.keys():
-            value, previous = attributes.get(key), earlier.get(key)
-            if value is previous or (
-                isinstance(previous, _SCALARS) and type(value) is type(previous) and value == previous
-            ):
-                continue
-            raise UnrecordableError(f"layer {name} keeps its {key} anew whenever it runs")

@@ -127,9 +127,9 @@ def _compiled(done: LayersCompiled) -> str:
 
 
 def _graphs(done: GraphsRecorded) -> Iterator[tuple[str, str]]:
-    """`4 of 4 stages are replayed as graphs, recorded in 1.3 s`, and a line for each stage that is not."""
+    """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not."""
     stages = f"{done.stages} of {plural(done.stages + len(done.causes), 'stage')}"
-    yield "graphs", f"{stages} replayed as graphs, recorded in {done.seconds:.1f} s"
+    yield "graphs", f"{stages} replayed as graphs, recorded in {done.seconds:.1f} s; graphs=false launches each kernel"
     for cause in done.causes:
         yield "", f"launched kernel by kernel: {cause}"
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_runs import CPU, SumOfSquares
+from tape import Memory, TapeMaker
 from torch import nn
 from training_runs import TINY, configure, pipeline_of
 
@@ -18,6 +19,8 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.planner.model_profile import LayerWeights
+from gpipe_cli.planner.stage_memory import buffers_bytes
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.training.step import _refuse_different
 
@@ -195,3 +198,28 @@ def test_replicas_with_different_gradients_are_refused() -> None:
         RuntimeError, match=r"in replicas 0 and 1, the gradient of 2.weight differs after it was summed"
     ):
         _refuse_different(engine, [first, last, first, torch.tensor([0, 2, 2.0, 3, 4])])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_memory_of_gradients_and_their_sums_is_planned(graphs: bool, alone: Replicas) -> None:
+    """What is sent takes the place of gradients, but not of those that graphs add to: their set was in no plan."""
+    maker = TapeMaker()
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    stage = Stage(0, layers, first_layer=0, inputs=(), device=CPU, run_seed=0)
+    stage.set_training(True)
+    if graphs:
+        stage.use_graphs(maker)
+    executor, order = Executor({0: stage}, [0], LocalTransport([CPU])), build("gpipe", 1, 2, "always")
+    with Memory(maker) as memory:
+        for number in range(4):
+            memory.peak_bytes = 0
+            executor.run(order, number, [1, 1], (torch.ones(2, 256),), SumOfSquares(), replicas=alone)
+            alone.finish()
+            layers.zero_grad()
+    weight = layers[0].weight.nbytes
+    weights = LayerWeights(0, 0, 4, 4 * weight, 4 * weight, 0, summed_bytes=4 * weight, saved_bytes=0)
+    config = configure(*TINY, "hardware=h100", "replicas=2", f"graphs={'auto' if graphs else 'false'}")
+    planned = weights.gradient_bytes + buffers_bytes(config, weights)
+    adding = 0 if graphs else weight  # the gradient that autograd adds just then; graphs have it in their pool
+    assert 0 <= memory.peak_bytes - planned - adding < weight // 8, "activations"
+    assert bool(maker.tapes) is graphs

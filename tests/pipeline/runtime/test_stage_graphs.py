@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from training_runs import assert_same_tensors
 
 from gpipe_cli import Pipeline
-from gpipe_cli.pipeline.runtime import stage, stage_graphs
+from gpipe_cli.pipeline.runtime import boundary, stage, stage_graphs
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.schedule.schedule import RecomputeMode
@@ -44,6 +44,37 @@ class Counting(nn.Module):
         return x * 2
 
 
+class CountingInside(nn.Module):
+    """Counts its calls where no attribute is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts["calls"] += 1
+        return x * 2
+
+
+class Opaque:
+    """As an object of a library in another language."""
+
+    def __deepcopy__(self, copies: dict[int, Any]) -> "Opaque":
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot be pickled")
+
+
+class Holding(nn.Module):
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self.held = {held: held}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
 class Waiting(nn.Module):
     """Asks the device for a value."""
 
@@ -56,6 +87,13 @@ class Guessing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (2 if random.random() < 2 else 3)
+
+
+class Reading(nn.Module):
+    """Reads a value of its input in a way that the recorder does not see."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.is_meta else x * x.detach().view(-1).tolist()[0]
 
 
 class Heads(nn.Module):
@@ -74,10 +112,10 @@ def nothing(layers: nn.Sequential, step: int) -> None:
 
 
 def trained(
-    change: Change = nothing, *more: nn.Module, graphs: bool, recompute: RecomputeMode = "always"
+    change: Change = nothing, *more: nn.Module, graphs: bool, recompute: RecomputeMode = "always", steps: int = 5
 ) -> tuple[dict[str, torch.Tensor], list[str], int]:
-    """The weights and buffers after five steps of a small pipeline; why stages were not replayed; and how often. Never
-    recomputed, its first stage has two micro-batches in flight."""
+    """The weights and buffers after so many steps of a small pipeline; why stages were not replayed; and how often.
+    Never recomputed, its first stage has two micro-batches in flight."""
     torch.manual_seed(0)
     layers = nn.Sequential(
         nn.Linear(5, 6),
@@ -101,7 +139,7 @@ def trained(
         pipeline = Pipeline(layers, **cut, micro_batches=4, schedule="1f1b", recompute=recompute, graphs=graphs)
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
         draw = torch.Generator().manual_seed(1)
-        for step in range(5):
+        for step in range(steps):
             images, classes = torch.randn(10, 5, generator=draw), torch.randint(3, (10,), generator=draw)
             change(pipeline._module, step)
             pipeline.step(images, classes, nn.functional.cross_entropy)
@@ -137,8 +175,9 @@ def drops_gradients(layers: nn.Sequential, step: int) -> None:
 
 @pytest.mark.parametrize("change", [nothing, moves_weights, scales, tempers, drops_gradients])
 def test_a_program_may_change_the_layers_between_steps(change: Change) -> None:
-    expected, _, none = trained(change, graphs=False)
-    found, causes, replays = trained(change, graphs=True)
+    steps = 12 if change in (scales, tempers) else 5
+    expected, _, none = trained(change, graphs=False, steps=steps)
+    found, causes, replays = trained(change, graphs=True, steps=steps)
     assert_same_tensors(found, expected)
     assert none == 0
     assert replays > 0
@@ -148,10 +187,13 @@ def test_a_program_may_change_the_layers_between_steps(change: Change) -> None:
 @pytest.mark.parametrize(
     ("layer", "cause"),
     [
-        (Counting(), "layer 4 keeps its calls anew whenever it runs"),
+        (Counting(), "layer 4: calls changes whenever it runs"),
+        (CountingInside(), "layer 4: counts changes whenever it runs"),
+        (Holding(Opaque()), "layer 4: held cannot be compared from step to step"),
+        (Holding(bytes(1 << 20)), "layer 4: held is too large to be compared in each step"),
         (Waiting(), "layer 4: RuntimeError: the host would wait for the device"),
         (Guessing(), "a layer draws from Python's random module or numpy.random"),
-        (Tracking(), "layer 4 changes its seen whenever it runs"),
+        (Tracking(), "layer 4: seen changes whenever it runs"),
     ],
 )
 def test_what_cannot_be_replayed_runs_as_it_is(layer: nn.Module, cause: str) -> None:
@@ -175,7 +217,7 @@ def _frozen_number(patch: pytest.MonkeyPatch) -> Change:
 
 
 def _moved_weights(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs._Frozen, "moved", lambda frozen: False)
+    patch.setattr(stage_graphs._Frozen, "changed", lambda frozen: "")
     return moves_weights
 
 
@@ -289,3 +331,210 @@ def test_a_step_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     for loss in (nn.functional.cross_entropy, nn.functional.cross_entropy, fails, nn.functional.cross_entropy):
         with pytest.raises(ActionFailedError, match="no loss") if loss is fails else nullcontext():
             pipeline.step(images, classes, loss)
+
+
+def steps_of(
+    samples: Sequence[int], *, graphs: bool, keeps_graph: Sequence[int] = ()
+) -> tuple[list[list[torch.Tensor]], list[int], tape.TapeMaker, Pipeline]:
+    """The gradients of each step, of so many samples, how often graphs were replayed in it, what recorded them, and the
+    pipeline. Before the steps `keeps_graph` the program computes a penalty on all weights, and keeps its graph."""
+    torch.manual_seed(0)
+    maker = tape.TapeMaker()
+    layers = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    found, replays, draw = list[list[torch.Tensor]](), list[int](), torch.Generator().manual_seed(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_part, "graph_maker", lambda device: maker)
+        pipeline = Pipeline(layers, partitions=2, balance=[1, 2], micro_batches=4, recompute="never", graphs=graphs)
+        maker.parameters = tuple(pipeline.parameters())
+        for step, number in enumerate(samples):
+            before = sum(one.replays for one in maker.tapes)
+            penalty = sum(one.square().sum() for one in maker.parameters) if step in keeps_graph else None
+            images, classes = torch.randn(number, 5, generator=draw), torch.randint(3, (number,), generator=draw)
+            pipeline.step(images, classes, nn.functional.cross_entropy)
+            found.append([one.grad.clone() for one in maker.parameters if one.grad is not None])
+            for parameter in maker.parameters:
+                parameter.grad = None
+            replays.append(sum(one.replays for one in maker.tapes) - before)
+            del penalty
+    return found, replays, maker, pipeline
+
+
+@pytest.mark.parametrize(
+    ("samples", "keeps_graph", "replays_begin", "failures"),
+    [
+        ([12, 14, 12, 14], (), 2, 0),  # micro-batches of 4 run kernel by kernel before the first of 3 could be recorded
+        ([12] * 12, range(1, 5), 8, 6),
+        ([12] * 40, range(40), 40, 12),
+    ],
+)
+def test_a_recording_that_fails_is_tried_again(
+    samples: Sequence[int], keeps_graph: Sequence[int], replays_begin: int, failures: int
+) -> None:
+    """The stage once ran kernel by kernel for good. What fails again and again is tried in steps 1, 2, 4, 8, ..."""
+    expected, _, _, _ = steps_of(samples, graphs=False)
+    found, replays, maker, pipeline = steps_of(samples, graphs=True, keeps_graph=keeps_graph)
+    for own, other in zip(found, expected, strict=True):
+        assert_same_tensors(dict(enumerate(own)), dict(enumerate(other)))
+    assert [*map(bool, replays)] == [step >= replays_begin for step in range(len(samples))]
+    assert maker.failed == failures
+    assert pipeline._part is not None
+    causes = [one.graphs.cause for one in pipeline._part.stages.values() if one.graphs is not None]
+    reason = "RuntimeError: a node of autograd belongs to another stream"
+    assert causes == [reason if replays_begin == len(samples) else ""] * 2
+
+
+@pytest.mark.parametrize("samples", [(8, 8, 8), (8, 6, 6), (8, 8, 10, 10)])
+def test_recording_needs_no_second_set_of_gradients(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There were three once. Recorded for the second step, before any gradient; after those of layers that have run;
+    and, for micro-batches of three samples in the last step, after those of graphs."""
+    peaks = list[int]()
+    for graphs in (False, True):
+        maker = tape.TapeMaker()
+        monkeypatch.setattr(pipeline_part, "graph_maker", lambda device, maker=maker: maker)
+        layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+        pipeline = Pipeline(layers, partitions=1, balance=[8], micro_batches=4, recompute="always", graphs=graphs)
+        memory = tape.Memory(maker)
+        for number in samples:
+            images = torch.randn(number, 1024)
+            with memory:
+                pipeline.step(images, images, nn.functional.mse_loss)
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+        peaks.append(memory.peak_bytes)
+        assert graphs is bool(maker.tapes)
+    print("Peak bytes of layers, and of graphs:", peaks)
+    assert peaks[1] < peaks[0] + 64 * boundary._HASHED, "two words of 8 bytes, and three temporary results"
+
+
+def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one graph, the first micro-batch has none for its backward; with room for five, the third. These
+    run kernel by kernel, the others go on with graphs. When there is more room, all have graphs."""
+    found: list[tuple[list[int], list[int], list[str]]] = []
+    for room, micro_batches in ((100, 2), (1, 4), (5, 4)):
+        maker = tape.Full(room)
+        monkeypatch.setattr(pipeline_part, "graph_maker", lambda device, maker=maker: maker)
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+        pipeline = Pipeline(layers, partitions=1, balance=[2], micro_batches=micro_batches, recompute="never")
+        images, targets = torch.randn(2, 2 * micro_batches, 64)
+        held, recordings, causes = list[int](), list[int](), list[str]()
+        with tape.Memory(maker) as memory:
+            for step in range(5):
+                maker.left += 100 if step == 3 else 0
+                pipeline.step(images, targets, nn.functional.mse_loss)
+                for parameter in pipeline.parameters():
+                    parameter.grad = None
+                maker.tapes.clear()
+                assert pipeline._part is not None
+                graphs = pipeline._part.stages[0].graphs
+                assert graphs is not None
+                held.append(memory.bytes)
+                recordings.append(graphs.recordings)
+                causes.append(graphs.cause)
+        found.append((held, recordings, causes))
+    (two, *_), (none, *of_none), (third, *of_third) = found
+    failed = "OutOfMemoryError: no memory is left"
+    assert of_none == [[0, 0, 0, 0, 4], ["", *[failed] * 3, ""]]
+    assert of_third == [[0, 2, 2, 2, 4], ["", *[failed] * 3, ""]]
+    assert none[1] == none[0]
+    assert third[1] == two[1]
+
+
+def test_what_is_read_of_a_single_sample_shows_in_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was once recorded with the values of the proof: there is no other sample to take others from."""
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: tape.TapeMaker())
+    pipeline = Pipeline(nn.Sequential(nn.Linear(3, 3), Reading()), partitions=2, balance=[1, 1], micro_batches=2)
+    for _ in range(2):
+        pipeline.step(torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
+    assert pipeline._part is not None
+    causes = [one.graphs.cause for one in pipeline._part.stages.values() if one.graphs is not None]
+    assert causes == ["", "output 0 has other bits when the layers are replayed"]
+
+
+OPTIONS, TEMPERATURE = {"scales": [1.0]}, 1.0
+
+
+class Settings:
+    """As a configuration of a library."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+def _closed_over() -> tuple[type[nn.Module], Callable[[float], None]]:
+    enclosed = 1.0
+
+    class Enclosed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * enclosed
+
+    def assign(scale: float) -> None:
+        nonlocal enclosed
+        enclosed = scale
+
+    return Enclosed, assign
+
+
+Enclosed, assign_enclosed = _closed_over()
+
+
+class Configured(nn.Module):
+    """Reads numbers that are no attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options, self.settings = {"scales": [1.0]}, Settings()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.options["scales"][0] * self.settings.scale * OPTIONS["scales"][0] * TEMPERATURE
+
+
+def _set_dict(layer: Configured, scale: float) -> None:
+    layer.options["scales"][0] = scale
+
+
+def _set_object(layer: Configured, scale: float) -> None:
+    layer.settings.scale = scale
+
+
+def _set_global(layer: Configured, scale: float) -> None:
+    globals()["TEMPERATURE"] = scale
+
+
+def _set_in_global(layer: Configured, scale: float) -> None:
+    OPTIONS["scales"][0] = scale
+
+
+VARIABLE = "a variable that its forward reads"
+SETTERS = {
+    "layer 4: options": _set_dict,
+    "layer 4: settings": _set_object,
+    f"layer 4: {VARIABLE}": _set_global,
+    f"layer 4: {VARIABLE}, in it": _set_in_global,
+    f"layer 5: {VARIABLE}": lambda layer, scale: assign_enclosed(scale),
+}
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_what_layers_read_elsewhere_may_change(name: str) -> None:
+    """Once in a training, so that the stage is recorded anew, or in each of many steps. Graphs kept the first value."""
+
+    def once(layers: nn.Sequential, step: int) -> None:
+        SETTERS[name](next(one for one in layers.modules() if isinstance(one, Configured)), 0.5 if step > 2 else 1.0)
+
+    def always(layers: nn.Sequential, step: int) -> None:
+        SETTERS[name](next(one for one in layers.modules() if isinstance(one, Configured)), 1 / (1 + step))
+
+    for change, steps in ((once, 6), (always, 12)):
+        expected, _, _ = trained(change, Configured(), Enclosed(), graphs=False, steps=steps)
+        found, causes, _ = trained(change, Configured(), Enclosed(), graphs=True, steps=steps)
+        assert_same_tensors(found, expected)
+        assert causes == ([f"{name.partition(',')[0]} changes between steps"] if change is always else [])
+
+
+@pytest.mark.parametrize("change", [nothing, moves_weights])
+def test_graphs_are_dropped_when_the_device_has_run_them(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may be ahead of the device, which never waits otherwise."""
+    waits: list[torch.device] = []
+    monkeypatch.setattr(stage_graphs, "wait_for_device", waits.append)
+    trained(change, graphs=True)
+    assert bool(waits) is (change is moves_weights)
