@@ -125,16 +125,17 @@ def refuses_values(x: torch.Tensor) -> torch.Tensor:
 
 
 class Tracking(nn.Module):
-    """Follows the mean of what it sees, as some norms do, in every call; in place or by another tensor."""
+    """Follows the mean of what it sees, as some norms do, in every call; in place or by another tensor; `counted`:
+    so that torch counts the write."""
 
-    def __init__(self, inplace: bool = True, persistent: bool = True) -> None:
+    def __init__(self, inplace: bool = True, persistent: bool = True, counted: bool = True) -> None:
         super().__init__()
-        self.inplace = inplace
+        self.inplace, self.counted = inplace, counted
         self.register_buffer("seen", torch.zeros(()), persistent=persistent)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.inplace:
-            self.seen.lerp_(x.detach().mean(), 0.1)
+            (self.seen if self.counted else self.seen.data).lerp_(x.detach().mean(), 0.1)
         else:
             self.seen = self.seen + x.detach().mean()
         return x + 0

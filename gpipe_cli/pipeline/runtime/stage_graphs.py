@@ -445,7 +445,8 @@ class StageGraphs:
         as plans have no memory for them. Raises UnrecordableError for layers that keep something from each call."""
         keeps = key[0] is not GraphKind.FORWARD
         frozen = _Frozen(self._module)
-        buffers = [(name, buffer, buffer._version) for name, buffer in self._module.named_buffers()]
+        # by version and by value, as fused operations and writes through `.data` are not counted
+        buffers = [(name, b, b._version, checksum(b)) for name, b in self._module.named_buffers()]
         others, watch = other_generators(), _Watch(self._device, self._module, seeds)
         checksums: dict[str, torch.Tensor] = {}
 
@@ -479,8 +480,9 @@ class StageGraphs:
         if again:
             if changed := frozen.changed():
                 raise UnrecordableError(f"{changed} changes whenever it runs")
-            for name, buffer, version in buffers:
-                if buffer._version != version:  # a recomputation would change it again
+            for name, buffer, version, value in buffers:
+                # a recomputation would change it again
+                if buffer._version != version or not torch.equal(checksum(buffer), value):
                     layer, _, changed = name.partition(".")
                     raise UnrecordableError(f"layer {layer}: {changed} changes whenever it runs")
         return _Results(without_autograd, tuple(leaf.grad for leaf in leaves), moments, checksums)
