@@ -87,9 +87,10 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         job.task(process)
     except Exception as error:
         failure = _failure(job.process, error)
-        with contextlib.suppress(OSError):  # the parent has ended
-            for finish in process.before_failing:
+        for finish in process.before_failing:
+            with contextlib.suppress(Exception):  # a consequence, as of a lost device: the first failure is reported
                 finish()
+        with contextlib.suppress(OSError):  # the parent has ended
             connection.send(failure)
         connection.close()
         # not sys.exit: threads of a broken process group may never end
