@@ -116,7 +116,7 @@ class Supervisor:
                 failed_at = failed_at or time.monotonic()
                 deadline = failed_at + (_LAST_SECONDS if writing else _GRACE_SECONDS)
         cause = cause_of(self._failures)
-        if cause is not None and cause.reason is Reason.PEER and heartbeat is not None:
+        if cause is not None and cause.reason in (Reason.ABORTED, Reason.PEER) and heartbeat is not None:
             return self._find_lost(heartbeat, interrupt) or cause
         return cause
 
@@ -209,8 +209,9 @@ class Supervisor:
         text = f"{self._who(process)} {how} {self._where(process)}"
         reason = Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
-            reason = Reason.PEER
-            text += "; so NCCL ends a process when another one is lost or does not answer: NCCL_DEBUG=WARN says more"
+            reason = Reason.ABORTED
+            text += "; so NCCL ends a process when another one is lost or does not answer, or its own GPU has failed: "
+            text += "NCCL_DEBUG=WARN says more"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
         return Failure(process, text, time.time(), reason)
@@ -238,8 +239,13 @@ class Supervisor:
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that is not the loss of a peer; if there is none, the earliest; None without failures."""
-    return min(failures, key=lambda failure: (failure.reason is Reason.PEER, failure.seconds), default=None)
+    """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the earliest;
+    None without failures."""
+    return min(
+        failures,
+        key=lambda failure: (failure.reason is Reason.PEER, failure.reason is Reason.ABORTED, failure.seconds),
+        default=None,
+    )
 
 
 class SilenceTimer:
