@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Every worker would import the second with its first operation on the meta device.
 _IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
 _PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
+_READ_BYTES = 1 << 20
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 
 
@@ -47,8 +48,27 @@ class Worker:
         self.connection = connection  # to the worker itself
         self.status = status  # from the server: the worker's process id, then its exit code
         self._server = server
+        self._received = bytearray()  # the part of a message that has arrived
         self.number: int | None = None  # process id; None until the server has sent it
         self.exit_code: int | None = None  # minus the signal's number if a signal ended it
+
+    def receive(self) -> Iterator[object]:
+        """The messages that have arrived whole, once there is something to read. Closes the connection at its end.
+
+        `Connection.recv` would wait for the rest of a message, whose worker may have been stopped.
+        """
+        try:
+            arrived = os.read(self.connection.fileno(), _READ_BYTES)
+        except ConnectionError:
+            arrived = b""
+        if not arrived:
+            self.connection.close()
+        self._received += arrived
+        # as `Connection.send` writes it: the length in four bytes, then the pickled message
+        while len(self._received) >= (end := 4 + int.from_bytes(self._received[:4], "big")):
+            message = pickle.loads(self._received[4:end])
+            del self._received[:end]
+            yield message
 
     def read_status(self) -> None:
         try:

@@ -141,20 +141,16 @@ class Supervisor:
                 worker.read_status()
             if worker.connection not in ready:
                 continue
-            try:
-                message = worker.connection.recv()
-            except (EOFError, ConnectionError):
-                worker.connection.close()
-                continue
-            match message:
-                case Failure():
-                    self._failures.append(message)
-                case Done():  # how the worker exits does not matter any more
-                    del self._running[process]
-                case _:
-                    on_message(message)
-                    if process == 0:
-                        self._activity[HANDLED] += 1
+            for message in worker.receive():
+                match message:
+                    case Failure():
+                        self._failures.append(message)
+                    case Done():  # how the worker exits does not matter any more
+                        del self._running[process]
+                    case _:
+                        on_message(message)
+                        if process == 0:
+                            self._activity[HANDLED] += 1
 
     def _note_ended(self) -> None:
         """Record the failure of workers that ended before their task was done, once all their messages are read."""
