@@ -76,16 +76,16 @@ class Supervisor:
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # workers that may still send something
         self._failures: list[Failure] = []
-        self._activity_file = os.memfd_create("gpipe_activity")
-        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * spec.layout.processes + 2))
-        self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
+        self._activity_file = os.fdopen(os.memfd_create("gpipe_activity"), "r+b")  # until `stop`
+        self._activity_file.truncate(8 * (ACTIVITY_NUMBERS * spec.layout.processes + 2))
+        self._activity = memoryview(mmap.mmap(self._activity_file.fileno(), 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; if this is interrupted, `stop` ends those started so far."""
         started = self._layout.started
         for process in range(self._layout.processes) if started is None else (started.rank,):
             job = Job(task, self._spec, process, rendezvous, self._timeout_seconds)
-            self._workers[process] = fork_server.fork(job, self._activity_file)
+            self._workers[process] = fork_server.fork(job, self._activity_file.fileno())
             interrupt.check()
         self._running = dict(self._workers)
 
@@ -163,6 +163,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Kill every worker that still runs; the kernel ends their data loaders with them."""
+        self._activity_file.close()
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
         deadline = time.monotonic() + _PATIENCE_SECONDS
         for worker in running:
