@@ -7,11 +7,14 @@ every receive would delay the sends behind it.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol, TypeAlias
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -37,7 +40,8 @@ class Link(Protocol):
 
     peer: int  # the number of the process at the other end
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
+    def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
+        """Begin to send. The list is emptied once they are sent, if the link learns it before anybody waits."""
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
 
@@ -59,7 +63,7 @@ class GroupLink:
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer, self._group = peer, group
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
+    def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
         return self._start(dist.isend, tensors)
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
@@ -72,29 +76,51 @@ class GroupLink:
 
 
 class ThreadedLink(GroupLink):
-    """A link that sends in a thread of its own, as Gloo writes to the socket in the calling thread."""
+    """A link that sends in a thread of its own: Gloo writes to the socket in the calling thread, and a send counts as
+    done only once a thread has waited for it. Tensors are released as soon as they are sent."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         super().__init__(group, peer)
-        self._thread = ThreadPoolExecutor(1, "gpipe-send")
+        self._sends = SimpleQueue["_Sending | None"]()
+        # a daemon, as a program that fails must not wait at its end for a peer that receives nothing any more
+        Thread(target=_send_each, args=(self._sends, GroupLink(group, peer)), name="gpipe-send", daemon=True).start()
+        finalize(self, self._sends.put, None)
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
-        return [_Sending(self._thread.submit(super().send, tensors))]
+    def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
+        sending = _Sending(tensors)
+        self._sends.put(sending)
+        return [sending]
 
 
 class _Sending:
-    """A send that the thread of a ThreadedLink starts."""
+    """A send by the thread of a ThreadedLink."""
 
-    def __init__(self, works: Future[Sequence[Work]]) -> None:
-        self._works = works
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._sent = Future[None]()
+
+    def perform(self, link: GroupLink) -> None:
+        try:
+            for work in link.send(self._tensors):
+                work.wait()
+            self._tensors.clear()
+            self._sent.set_result(None)
+        except Exception as error:
+            self._sent.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0: no limit, as in torch
-        for work in self._works.result():
-            work.wait(timeout)
+        try:
+            self._sent.result(timeout.total_seconds() or None)
+        except TimeoutError as error:
+            raise RuntimeError(f"nothing was received for {timeout.total_seconds():g} s") from error
 
     def is_completed(self) -> bool:
-        works = self._works
-        return works.done() and works.exception() is None and all(work.is_completed() for work in works.result())
+        return self._sent.done() and self._sent.exception() is None
+
+
+def _send_each(sends: "SimpleQueue[_Sending | None]", link: GroupLink) -> None:
+    while (sending := sends.get()) is not None:
+        sending.perform(link)
 
 
 def wait_for(works: Sequence[Work], device: torch.device, timeout: timedelta) -> None:
