@@ -63,6 +63,14 @@ class ProcessGroups:
                 tied |= {} if group is None else {members: group}
         return replace(self, links=replace(self.links, of_edge=links), tied=tied)
 
+    def close(self) -> None:
+        """Destroy all groups, in which nothing may be in flight."""
+        for link in self.links.of_edge.values():
+            if isinstance(link, GroupLink):
+                link.close()
+        for group in (*self.replicas.values(), *self.tied.values()):
+            dist.destroy_process_group(group)
+
 
 def is_connected() -> bool:
     """Whether this process has a process group of all processes: of an earlier call, or the program's own."""

@@ -142,8 +142,8 @@ class BatchStatistics:
                        for running, values in newest.values()]  # fmt: skip
 
     def _rounds(self, of_replicas: OfReplicas) -> int:
-        """How many slots of a micro-batch are merged in turn. Replicas agree on that in their first step, as one of them
-        may have no sample in it."""
+        """How many slots of a micro-batch are merged in turn. Replicas agree on it in their first step, in which one of
+        them may have no sample."""
         own = max(map(len, self._slots.values()), default=0)
         if self._norms and self._most_slots is None and of_replicas is not alone:
             self._most_slots = int(max(of_replicas(self._norms[0].running_mean.new_tensor([own]))))

@@ -69,6 +69,10 @@ class GroupLink:
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
         return self._start(dist.irecv, tensors)
 
+    def close(self) -> None:
+        """Destroy the group, in which nothing may be in flight."""
+        dist.destroy_process_group(self._group)
+
     def _start(self, operation: Callable[..., dist.Work | None], tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
         # a batch even for a single tensor: NCCL would make another communicator for an unbatched operation
         operations = [dist.P2POp(operation, tensor, self.peer, self._group) for tensor in tensors]
@@ -83,13 +87,20 @@ class ThreadedLink(GroupLink):
         super().__init__(group, peer)
         self._sends = SimpleQueue["_Sending | None"]()
         # a daemon, as a program that fails must not wait at its end for a peer that receives nothing any more
-        Thread(target=_send_each, args=(self._sends, GroupLink(group, peer)), name="gpipe-send", daemon=True).start()
-        finalize(self, self._sends.put, None)
+        arguments = self._sends, GroupLink(group, peer)
+        self._thread = Thread(target=_send_each, args=arguments, name="gpipe-send", daemon=True)
+        self._thread.start()
+        self._end = finalize(self, self._sends.put, None)
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
         sending = _Sending(tensors)
         self._sends.put(sending)
         return [sending]
+
+    def close(self) -> None:
+        self._end()
+        self._thread.join()  # the last reference to the group must not be a daemon's, at whose end Python may end, too
+        super().close()
 
 
 class _Sending:
