@@ -41,7 +41,7 @@ class Link(Protocol):
     peer: int  # the number of the process at the other end
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
-        """Begin to send. The list is emptied once they are sent, if the link learns it before anybody waits."""
+        """Begin to send. The list is the link's from now on: it may be emptied as soon as they are sent."""
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
 
