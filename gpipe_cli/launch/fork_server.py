@@ -19,7 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.util import Finalize
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 _IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
 _PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
 _READ_BYTES = 1 << 20
-_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
+_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({}, {})"
+_IGNORED = (signal.SIGINT, *STOPS)  # by the server: its parent gets these signals, too, and ends it and its workers
 
 
 class Worker:
@@ -115,21 +116,16 @@ class ForkServer:
             self._control, servers_end = socket.socketpair()
             self._starter = parent
 
-            def before_exec() -> None:
-                for number in (signal.SIGINT, *STOPS):  # the parent gets these signals, too, and ends its workers
-                    signal.signal(number, signal.SIG_IGN)
-                end_with_parent(parent)
-
-            with servers_end, deferred_signals():
+            # Without preexec_fn, which would run Python in a fork of this process, whose other threads may hold locks.
+            with servers_end, deferred_signals(), _blocked_signals():
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
+                    [sys.executable, "-c", _SERVE.format(parent, self._imported), *sys.path],
                     stdin=servers_end.fileno(),
                     # CUDA is to number GPUs as system/gpus.py does
                     env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
                     | os.environ
                     | {"TMPDIR": str(temporary_folder()), "GLIBC_TUNABLES": _tunables()},
                     pass_fds=[_temporary()[1]],
-                    preexec_fn=before_exec,
                 )
         return self._process.pid, self._control
 
@@ -228,8 +224,22 @@ def _import(names: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def serve(imported: Sequence[str]) -> None:
-    """The program of the server, until its parent ends. `imported`: modules that it imports before it forks."""
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Inside, the signals that the server ignores wait, as they do in a server that starts here, until it says so."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve(parent: int, imported: Sequence[str]) -> None:
+    """The program of the server, until `parent` ends. `imported`: modules that it imports before it forks."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    end_with_parent(parent)
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as devnull:
         os.dup2(devnull.fileno(), 0)  # the workers have no input
