@@ -40,8 +40,7 @@ class Heartbeat:
 
     def lost(self) -> tuple[int, float | None] | None:
         """The rank of a lost process, and its seconds of silence, None if it has reported its failure itself. If the
-        store does not answer, rank 0 is lost. None: no process is lost. Raises RuntimeError if this process cannot
-        beat."""
+        store does not answer, rank 0 is lost. None: no process is lost. Raises RuntimeError if this thread fails."""
         if self._error is not None:
             raise RuntimeError("the heartbeat of this process has failed") from self._error
         asked, answered = time.monotonic(), self._answered

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.util import Finalize
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # Every worker would import the second with its first operation on the meta device.
 _IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
 _PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
-_READ_BYTES = 1 << 20
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({}, {})"
 _IGNORED = (signal.SIGINT, *STOPS)  # by the server: its parent gets these signals, too, and ends it and its workers
 
@@ -54,14 +53,11 @@ class Worker:
         self.exit_code: int | None = None  # minus the signal's number if a signal ended it
 
     def receive(self) -> Iterator[object]:
-        """The messages that have arrived whole, once there is something to read. Closes the connection at its end.
-
-        `Connection.recv` would wait for the rest of a message, whose worker may have been stopped.
-        """
-        try:
-            arrived = os.read(self.connection.fileno(), _READ_BYTES)
-        except ConnectionError:
-            arrived = b""
+        """The messages that have arrived whole, once there is something to read; closes the connection at its end.
+        `Connection.recv` would wait for the rest of a message, whose worker may have been stopped."""
+        arrived = b""
+        with suppress(ConnectionError):
+            arrived = os.read(self.connection.fileno(), 1 << 20)
         if not arrived:
             self.connection.close()
         self._received += arrived
@@ -116,8 +112,11 @@ class ForkServer:
             self._control, servers_end = socket.socketpair()
             self._starter = parent
 
-            # Without preexec_fn, which would run Python in a fork of this process, whose other threads may hold locks.
-            with servers_end, deferred_signals(), _blocked_signals():
+            # Without preexec_fn, which would run Python in a fork of this process, whose other threads may hold locks;
+            # the signals wait until the server ignores them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+            with servers_end, deferred_signals(), ExitStack() as stack:
+                stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE.format(parent, self._imported), *sys.path],
                     stdin=servers_end.fileno(),
@@ -224,20 +223,10 @@ def _import(names: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-@contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Inside, the signals that the server ignores wait, as they do in a server that starts here, until it says so."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def serve(parent: int, imported: Sequence[str]) -> None:
     """The program of the server, until `parent` ends. `imported`: modules that it imports before it forks."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in _IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     end_with_parent(parent)
     control = socket.socket(fileno=os.dup(0))

@@ -207,8 +207,7 @@ class Supervisor:
         reason = Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
             reason = Reason.ABORTED
-            text += "; so NCCL ends a process when another one is lost or does not answer, or its own GPU has failed: "
-            text += "NCCL_DEBUG=WARN says more"
+            text += "; so NCCL ends a process whose GPU has failed, or another one is lost: NCCL_DEBUG=WARN says more"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
         return Failure(process, text, time.time(), reason)
@@ -238,11 +237,8 @@ class Supervisor:
 def cause_of(failures: Sequence[Failure]) -> Failure | None:
     """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the earliest;
     None without failures."""
-    return min(
-        failures,
-        key=lambda failure: (failure.reason is Reason.PEER, failure.reason is Reason.ABORTED, failure.seconds),
-        default=None,
-    )
+    rank = {Reason.ABORTED: 1, Reason.PEER: 2}
+    return min(failures, key=lambda failure: (rank.get(failure.reason, 0), failure.seconds), default=None)
 
 
 class SilenceTimer:

@@ -5,7 +5,7 @@ A program for torchgpipe or torch.distributed.pipelining changes a few lines: se
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -66,7 +66,7 @@ Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """A sequence of layers, cut into K stages and trained as in the GPipe paper: each mini-batch is cut into M
     micro-batches, whose gradients are added up.
 
@@ -340,9 +340,6 @@ class Pipeline:
             self._groups.close()
         self._part = self._groups = None
         self._closed = True
-
-    def __enter__(self) -> "Pipeline":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is None:  # else other processes may be lost, or run on

@@ -24,6 +24,7 @@ from gpipe_cli.system.accelerator import is_accelerator
 
 Edge: TypeAlias = tuple[Kind, int, int]
 """What is sent (F: activations, B: gradients), and the indices of the stages that send and receive it."""
+_Sends: TypeAlias = "SimpleQueue[tuple[list[torch.Tensor], _Sending] | None]"
 
 
 class Work(Protocol):
@@ -70,7 +71,6 @@ class GroupLink:
         return self._start(dist.irecv, tensors)
 
     def close(self) -> None:
-        """Destroy the group, in which nothing may be in flight."""
         dist.destroy_process_group(self._group)
 
     def _start(self, operation: Callable[..., dist.Work | None], tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
@@ -85,53 +85,46 @@ class ThreadedLink(GroupLink):
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         super().__init__(group, peer)
-        self._sends = SimpleQueue["_Sending | None"]()
+        self._sends: _Sends = SimpleQueue()
         # a daemon, as a program that fails must not wait at its end for a peer that receives nothing any more
         arguments = self._sends, GroupLink(group, peer)
         self._thread = Thread(target=_send_each, args=arguments, name="gpipe-send", daemon=True)
         self._thread.start()
-        self._end = finalize(self, self._sends.put, None)
+        finalize(self, self._sends.put, None)
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
-        sending = _Sending(tensors)
-        self._sends.put(sending)
+        sending = _Sending()
+        self._sends.put((tensors, sending))
         return [sending]
 
     def close(self) -> None:
-        self._end()
+        self._sends.put(None)
         self._thread.join()  # the last reference to the group must not be a daemon's, at whose end Python may end, too
         super().close()
 
 
-class _Sending:
+class _Sending(Future[None]):
     """A send by the thread of a ThreadedLink."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._sent = Future[None]()
-
-    def perform(self, link: GroupLink) -> None:
-        try:
-            for work in link.send(self._tensors):
-                work.wait()
-            self._tensors.clear()
-            self._sent.set_result(None)
-        except Exception as error:
-            self._sent.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0: no limit, as in torch
         try:
-            self._sent.result(timeout.total_seconds() or None)
+            self.result(timeout.total_seconds() or None)
         except TimeoutError as error:
             raise RuntimeError(f"nothing was received for {timeout.total_seconds():g} s") from error
 
     def is_completed(self) -> bool:
-        return self._sent.done() and self._sent.exception() is None
+        return self.done() and self.exception() is None
 
 
-def _send_each(sends: "SimpleQueue[_Sending | None]", link: GroupLink) -> None:
-    while (sending := sends.get()) is not None:
-        sending.perform(link)
+def _send_each(sends: _Sends, link: GroupLink) -> None:
+    while (asked := sends.get()) is not None:
+        tensors, sending = asked
+        try:
+            wait_for(link.send(tensors), torch.device("cpu"), timedelta(0))
+            tensors.clear()
+            sending.set_result(None)
+        except Exception as error:
+            sending.set_exception(error)
 
 
 def wait_for(works: Sequence[Work], device: torch.device, timeout: timedelta) -> None:
