@@ -3,16 +3,19 @@
     python library_runs.py FOLDER CASES
 
 trains once for each of the cases, a list of arguments of `train` in JSON, and writes FOLDER/PROCESS.pt: for each, what
-`train` returns, then what `refusals` does. Then process 0 fails in another training.
+`train` returns, then what `refusals` does; and FOLDER/closed_PROCESS.json: what `after_closed` returns. Then process 0
+fails in another training.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -148,6 +151,26 @@ def refusals() -> list[str]:
     return told
 
 
+def after_closed() -> list[tuple[int, int, int]]:
+    """The descriptors, threads and process groups of this process before several pipelines are made, and after each is
+    closed."""
+
+    def counted() -> tuple[int, int, int]:
+        groups = len(dist.distributed_c10d._world.pg_map)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), groups
+
+    example, targets = mini_batch(0, 5)
+    counts = [counted()]
+    for _ in range(3):
+        with Pipeline(linked_layers(), example, partitions=4, micro_batches=4, schedule="interleaved") as pipeline:
+            pipeline.step(example, targets, F.cross_entropy)
+        until = time.monotonic() + 10
+        while counted() > counts[0] and time.monotonic() < until:
+            time.sleep(0.01)  # threads take a moment to end
+        counts.append(counted())
+    return counts
+
+
 def fail() -> None:
     """Process 1 once took what it was sent for another tensor."""
     layers = [nn.Linear(4, 4), HalvesAdded(), nn.Linear(4, 4)]
@@ -159,4 +182,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     results = [train(**case) for case in json.loads(sys.argv[2])]
     torch.save([*results, refusals()], Path(sys.argv[1]) / f"{os.environ.get('RANK', '0')}.pt")
+    (Path(sys.argv[1]) / f"closed_{os.environ['RANK']}.json").write_text(json.dumps(after_closed()))
     fail()

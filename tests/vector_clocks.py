@@ -118,6 +118,7 @@ class Here(threading.local):
         # the device of a CPU tensor, which torch does not number; None: it has several, and such memory is the host's
         self.home: int | None = None
         self.host_copies = False
+        self.device = 0  # that which is current
 
 
 class World:
@@ -146,6 +147,12 @@ class World:
         default = self._default.setdefault(device, Stream(self, device, f"compute stream of device {device}"))
         return self.here.current.get(device, default)
 
+    @contextmanager
+    def using_device(self, device: torch.device) -> Iterator[None]:
+        before, self.here.device = self.here.device, self.number(device)
+        yield
+        self.here.device = before
+
     def keep_for(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.memory(tensor, stream.device).kept_for.add(stream.name)
 
@@ -167,7 +174,7 @@ class World:
             "keep_for": self.keep_for,
             "new_timer": lambda device: Event(self),
             "generators": lambda device: [torch.default_generator],
-            "using_device": lambda device: self.current(self.number(device)),
+            "using_device": self.using_device,
             "page_locked": lambda size: torch.empty(size, dtype=torch.uint8),
         }
         real = {name: getattr(accelerator, name) for name in patched}

@@ -370,7 +370,7 @@ def _message_seconds(spec: PipelineSpec, process: int, stage: int, groups: Proce
     for _ in range(_LINK_ROUNDS):
         began = time.perf_counter()
         for link, target in ((forward, receiver), (backward, sender)):
-            for work in link.receive(message) if process == target else link.send(message):
+            for work in link.receive(message) if process == target else link.send([*message]):
                 work.wait()
         wait_for_device(device)
         taken.append((time.perf_counter() - began) / 2)

@@ -243,7 +243,7 @@ def run_and_report(
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)
         return STOPPED if stopped else 0
-    if goes_on and failure.reason in (Reason.LOST, Reason.PEER):
+    if goes_on and failure.reason in (Reason.LOST, Reason.ABORTED, Reason.PEER):
         raise _LostError(failure.text)
     if failure.reason is Reason.USER and not show.started:
         raise failure.refused or InputError(failure.text)

@@ -115,6 +115,13 @@ class ControlGroup:
             with self._waiting():
                 dist.barrier(group=self._group)
 
+    def close(self) -> None:
+        """Destroy the group, once all processes have come here."""
+        self.barrier()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def _waiting(self) -> AbstractContextManager[None]:
         return waiting_for_peers(self.waits(Awaited.PROCESS), "another process of the run is gone or silent")
 

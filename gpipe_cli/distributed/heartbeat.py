@@ -29,6 +29,7 @@ class Heartbeat:
         self._interval = min(_MOST_SECONDS, limit_seconds / 4)
         self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without a beat while this process ran
         self._failed: int | None = None
+        self._error: Exception | None = None  # that has ended the thread
         self._answered = self._asked = time.monotonic()  # when the store last answered, and when `lost` was last called
         self._unanswered = 0.0  # seconds for which the store has not answered
         self._hurried = False
@@ -39,7 +40,9 @@ class Heartbeat:
 
     def lost(self) -> tuple[int, float | None] | None:
         """The rank of a lost process, and its seconds of silence, None if it has reported its failure itself. If the
-        store does not answer, rank 0 is lost. None: no process is lost."""
+        store does not answer, rank 0 is lost. None: no process is lost. Raises RuntimeError if this thread fails."""
+        if self._error is not None:
+            raise RuntimeError("the heartbeat of this process has failed") from self._error
         asked, answered = time.monotonic(), self._answered
         if answered > self._asked:
             self._unanswered = 0.0
@@ -93,3 +96,5 @@ class Heartbeat:
             store.set(self._keys[self._rank], self._last)
         except dist.DistError:  # the store does not answer: `lost` will report it
             return
+        except Exception as error:
+            self._error = error

@@ -16,7 +16,7 @@ from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
 from gpipe_cli.pipeline.runtime.tied_weights import Group
 from gpipe_cli.schedule.schedule import Kind
-from gpipe_cli.system.accelerator import is_accelerator, use_device
+from gpipe_cli.system.accelerator import is_accelerator
 
 # The processes that read data may prepare it for long (learn a vocabulary, fetch a data set) while the others wait.
 # Should a process die meanwhile, the supervisor ends the rest.
@@ -63,6 +63,14 @@ class ProcessGroups:
                 tied |= {} if group is None else {members: group}
         return replace(self, links=replace(self.links, of_edge=links), tied=tied)
 
+    def close(self) -> None:
+        """Destroy all groups, in which nothing may be in flight."""
+        for link in self.links.of_edge.values():
+            if isinstance(link, GroupLink):
+                link.close()
+        for group in (*self.replicas.values(), *self.tied.values()):
+            dist.destroy_process_group(group)
+
 
 def is_connected() -> bool:
     """Whether this process has a process group of all processes: of an earlier call, or the program's own."""
@@ -95,7 +103,6 @@ def connect_processes(
     # be another supervisor's: waiting for longer than its timeout lets that supervisor report first.
     timeout = _PREPARING if here else datetime.timedelta(seconds=timeout_seconds + _LONGER_SECONDS)
     device = devices[0]
-    use_device(device)
     if here:
         # the loopback device always exists; the host name may resolve to an unreachable address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.util import Finalize
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 # Every worker would import the second with its first operation on the meta device.
 _IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
 _PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
-_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
+_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({}, {})"
+_IGNORED = (signal.SIGINT, *STOPS)  # by the server: its parent gets these signals, too, and ends it and its workers
 
 
 class Worker:
@@ -47,8 +48,24 @@ class Worker:
         self.connection = connection  # to the worker itself
         self.status = status  # from the server: the worker's process id, then its exit code
         self._server = server
+        self._received = bytearray()  # the part of a message that has arrived
         self.number: int | None = None  # process id; None until the server has sent it
         self.exit_code: int | None = None  # minus the signal's number if a signal ended it
+
+    def receive(self) -> Iterator[object]:
+        """The messages that have arrived whole, once there is something to read; closes the connection at its end.
+        `Connection.recv` would wait for the rest of a message, whose worker may have been stopped."""
+        arrived = b""
+        with suppress(ConnectionError):
+            arrived = os.read(self.connection.fileno(), 1 << 20)
+        if not arrived:
+            self.connection.close()
+        self._received += arrived
+        # as `Connection.send` writes it: the length in four bytes, then the pickled message
+        while len(self._received) >= (end := 4 + int.from_bytes(self._received[:4], "big")):
+            message = pickle.loads(self._received[4:end])
+            del self._received[:end]
+            yield message
 
     def read_status(self) -> None:
         try:
@@ -95,21 +112,19 @@ class ForkServer:
             self._control, servers_end = socket.socketpair()
             self._starter = parent
 
-            def before_exec() -> None:
-                for number in (signal.SIGINT, *STOPS):  # the parent gets these signals, too, and ends its workers
-                    signal.signal(number, signal.SIG_IGN)
-                end_with_parent(parent)
-
-            with servers_end, deferred_signals():
+            # Without preexec_fn, which would run Python in a fork of this process, whose other threads may hold locks;
+            # the signals wait until the server ignores them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+            with servers_end, deferred_signals(), ExitStack() as stack:
+                stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
+                    [sys.executable, "-c", _SERVE.format(parent, self._imported), *sys.path],
                     stdin=servers_end.fileno(),
                     # CUDA is to number GPUs as system/gpus.py does
                     env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
                     | os.environ
                     | {"TMPDIR": str(temporary_folder()), "GLIBC_TUNABLES": _tunables()},
                     pass_fds=[_temporary()[1]],
-                    preexec_fn=before_exec,
                 )
         return self._process.pid, self._control
 
@@ -208,8 +223,12 @@ def _import(names: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def serve(imported: Sequence[str]) -> None:
-    """The program of the server, until its parent ends. `imported`: modules that it imports before it forks."""
+def serve(parent: int, imported: Sequence[str]) -> None:
+    """The program of the server, until `parent` ends. `imported`: modules that it imports before it forks."""
+    for ignored in _IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    end_with_parent(parent)
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as devnull:
         os.dup2(devnull.fileno(), 0)  # the workers have no input

@@ -35,6 +35,7 @@ class Reason(StrEnum):
 
     USER = "user"  # the user can mend it by other settings
     PEER = "peer"  # another process of the run has ended
+    ABORTED = "aborted"  # NCCL has ended the process: another one has ended, or its own device failed
     LOST = "lost"  # the process was killed or stopped, or its device failed: a restart of the run may succeed
     OTHER = "other"
 

@@ -76,16 +76,16 @@ class Supervisor:
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # workers that may still send something
         self._failures: list[Failure] = []
-        self._activity_file = os.memfd_create("gpipe_activity")
-        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * spec.layout.processes + 2))
-        self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
+        self._activity_file = os.fdopen(os.memfd_create("gpipe_activity"), "r+b")  # until `stop`
+        self._activity_file.truncate(8 * (ACTIVITY_NUMBERS * spec.layout.processes + 2))
+        self._activity = memoryview(mmap.mmap(self._activity_file.fileno(), 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; if this is interrupted, `stop` ends those started so far."""
         started = self._layout.started
         for process in range(self._layout.processes) if started is None else (started.rank,):
             job = Job(task, self._spec, process, rendezvous, self._timeout_seconds)
-            self._workers[process] = fork_server.fork(job, self._activity_file)
+            self._workers[process] = fork_server.fork(job, self._activity_file.fileno())
             interrupt.check()
         self._running = dict(self._workers)
 
@@ -116,7 +116,7 @@ class Supervisor:
                 failed_at = failed_at or time.monotonic()
                 deadline = failed_at + (_LAST_SECONDS if writing else _GRACE_SECONDS)
         cause = cause_of(self._failures)
-        if cause is not None and cause.reason is Reason.PEER and heartbeat is not None:
+        if cause is not None and cause.reason in (Reason.ABORTED, Reason.PEER) and heartbeat is not None:
             return self._find_lost(heartbeat, interrupt) or cause
         return cause
 
@@ -141,20 +141,16 @@ class Supervisor:
                 worker.read_status()
             if worker.connection not in ready:
                 continue
-            try:
-                message = worker.connection.recv()
-            except (EOFError, ConnectionError):
-                worker.connection.close()
-                continue
-            match message:
-                case Failure():
-                    self._failures.append(message)
-                case Done():  # how the worker exits does not matter any more
-                    del self._running[process]
-                case _:
-                    on_message(message)
-                    if process == 0:
-                        self._activity[HANDLED] += 1
+            for message in worker.receive():
+                match message:
+                    case Failure():
+                        self._failures.append(message)
+                    case Done():  # how the worker exits does not matter any more
+                        del self._running[process]
+                    case _:
+                        on_message(message)
+                        if process == 0:
+                            self._activity[HANDLED] += 1
 
     def _note_ended(self) -> None:
         """Record the failure of workers that ended before their task was done, once all their messages are read."""
@@ -167,6 +163,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Kill every worker that still runs; the kernel ends their data loaders with them."""
+        self._activity_file.close()
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
         deadline = time.monotonic() + _PATIENCE_SECONDS
         for worker in running:
@@ -209,8 +206,8 @@ class Supervisor:
         text = f"{self._who(process)} {how} {self._where(process)}"
         reason = Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
-            reason = Reason.PEER
-            text += "; so NCCL ends a process when another one is lost or does not answer: NCCL_DEBUG=WARN says more"
+            reason = Reason.ABORTED
+            text += "; so NCCL ends a process whose GPU has failed, or another one is lost: NCCL_DEBUG=WARN says more"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
         return Failure(process, text, time.time(), reason)
@@ -238,8 +235,10 @@ class Supervisor:
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that is not the loss of a peer; if there is none, the earliest; None without failures."""
-    return min(failures, key=lambda failure: (failure.reason is Reason.PEER, failure.seconds), default=None)
+    """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the earliest;
+    None without failures."""
+    rank = {Reason.ABORTED: 1, Reason.PEER: 2}
+    return min(failures, key=lambda failure: (rank.get(failure.reason, 0), failure.seconds), default=None)
 
 
 class SilenceTimer:

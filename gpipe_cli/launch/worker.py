@@ -25,6 +25,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Action, Kind
+from gpipe_cli.system.accelerator import use_device
 from gpipe_cli.training.checkpoint.files import CheckpointError
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError
@@ -55,6 +56,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
         layout = job.spec.layout
         devices = [*map(torch.device, layout.devices_of(job.process))]
+        use_device(devices[0])
         control, groups = connect_processes(
             job.process, layout.process_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, waits,
             here=layout.started is None,
@@ -85,9 +87,10 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         job.task(process)
     except Exception as error:
         failure = _failure(job.process, error)
-        with contextlib.suppress(OSError):  # the parent has ended
-            for finish in process.before_failing:
+        for finish in process.before_failing:
+            with contextlib.suppress(Exception):  # a consequence, as of a lost device: the first failure is reported
                 finish()
+        with contextlib.suppress(OSError):  # the parent has ended
             connection.send(failure)
         connection.close()
         # not sys.exit: threads of a broken process group may never end

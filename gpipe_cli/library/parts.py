@@ -27,7 +27,7 @@ from gpipe_cli.planner.layout import Layout, place_stages
 from gpipe_cli.planner.model_profile import TracedModel
 from gpipe_cli.schedule.named_schedules import SCHEDULES
 from gpipe_cli.schedule.schedule import RecomputeMode
-from gpipe_cli.system.accelerator import TYPE, number_of_devices
+from gpipe_cli.system.accelerator import TYPE, number_of_devices, use_device
 
 _TIMEOUT_SECONDS = 600.0  # longest wait for a message of another process
 
@@ -92,6 +92,8 @@ def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
     with waiting_at_most(_TIMEOUT_SECONDS):
         start = "" if connected else agree(lambda: Decision(Path.cwd(), None, None)).start
     devices = [*map(torch.device, layout.devices_of(process))]
+    if layout.started is not None:
+        use_device(devices[0])
     return connect_processes(
         process, layout.process_of_stage, layout.replicas, devices, start, _TIMEOUT_SECONDS, nullcontext, here=False
     )

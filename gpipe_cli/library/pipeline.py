@@ -5,7 +5,7 @@ A program for torchgpipe or torch.distributed.pipelining changes a few lines: se
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -58,6 +58,7 @@ from gpipe_cli.planner.shared_layers import check_cut, find_read, find_shared
 from gpipe_cli.schedule.named_schedules import forward_only, order
 from gpipe_cli.schedule.partitioner import check_balance
 from gpipe_cli.schedule.schedule import RecomputeMode, Schedule
+from gpipe_cli.system.accelerator import wait_for_device
 from gpipe_cli.system.uncompiled import left_by_compiler
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
 from gpipe_cli.training.step import clip, norms_of
@@ -69,7 +70,7 @@ Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """A sequence of layers, cut into K stages and trained as in the GPipe paper: each mini-batch is cut into M
     micro-batches, whose gradients are added up.
 
@@ -79,6 +80,7 @@ class Pipeline:
         for inputs, targets in batches:
             loss = pipeline.step(inputs, targets, torch.nn.functional.cross_entropy)
             optimizer.step(); optimizer.zero_grad()
+        pipeline.close()  # or `with Pipeline(...) as pipeline:` around the loop
 
     Losses, gradients and weights are the same bits for every K, schedule with the same order of backwards, and mode of
     recomputation, with dropout too. Batch norm normalizes each micro-batch; its running statistics are those of the
@@ -161,6 +163,7 @@ class Pipeline:
             why = "under torchrun each process must know its layers before the first step"
             raise RefusedError("example", None, f"{why}; give the inputs of a mini-batch, or balance")
         self.training = True
+        self._closed = False
         self.steps = 0
         """The mini-batches trained so far, from which dropout is seeded: a training that is continued sets it."""
         find_skips(whole)
@@ -307,6 +310,7 @@ class Pipeline:
         """Scale all gradients so that their norm, over the parameters of all stages, is at most `max_norm`, as
         `torch.nn.utils.clip_grad_norm_` for a whole model; returns the norm before, float64 (). Under torchrun all
         processes must call it together."""
+        self._require_open("clip_grad_norm_")
         gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
         local_norms = norms_of(list(gradients.values())).cpu()
         # the whole model has a tied weight under a single name, so that its other copies do not count
@@ -325,6 +329,7 @@ class Pipeline:
 
         Under torchrun all processes must call it together, and get the same.
         """
+        self._require_open("state_dict")
         local_layers = dict(self._module.named_children())
         state: dict[str, torch.Tensor] = {}
         for name, _ in self._model.named_children():  # layer by layer, so that messages are no larger than a layer
@@ -348,6 +353,25 @@ class Pipeline:
         self._module.load_state_dict(
             {name: value for name, value in state.items() if name.partition(".")[0] in local_layers}
         )
+
+    def close(self) -> None:
+        """Free all that the pipeline holds beside its layers: receive buffers, graphs and, under torchrun, process
+        groups with their threads. All processes must call it together. The layers keep their values."""
+        if self._closed:
+            return
+        if self._part is not None:
+            self._part.executor.settle()
+            for stage in self._part.stages.values():
+                wait_for_device(stage.device)
+        self._control.close()
+        if self._groups is not None:
+            self._groups.close()
+        self._part = self._groups = None
+        self._closed = True
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is None:  # else other processes may be lost, or run on
+            self.close()
 
     def __repr__(self) -> str:
         """A line for the whole pipeline, and a line for each stage."""
@@ -474,14 +498,15 @@ class Pipeline:
         self._compiled |= needed
 
     def _build(self, spec: PipelineCut) -> PipelinePart:
-        process, groups = self._control.rank, self._groups
-        if groups is not None:
+        process = self._control.rank
+        if self._groups is not None:
             device = torch.device(self._layout.device_of(process))
-            groups = groups.for_cut(process, self._layout.process_of_stage, device, spec.stages_of_ties, spec.skips)
+            of_stage, ties = self._layout.process_of_stage, spec.stages_of_ties
+            self._groups = self._groups.for_cut(process, of_stage, device, ties, spec.skips)
         stages = {
             k: build_stage(spec, k, _named(self._module, spec.layer_names[k]), self._arguments.seed) for k in self._here
         }
-        return build_part(spec, stages, process, groups)
+        return build_part(spec, stages, process, self._groups)
 
     def _refuse_single_samples(self, samples: int) -> None:
         """Raises InputError if a layer cannot be trained on a single sample, as batch norm with 1 value per channel."""
@@ -544,7 +569,12 @@ class Pipeline:
         assert value is not None
         return value
 
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise InputError(f"{call}: the pipeline is closed; call it before close(), or make another pipeline")
+
     def _require(self, *, training: bool) -> None:
+        self._require_open("step" if training else "forward")
         if self.training != training:
             call, other = ("step", "train") if training else ("forward", "eval")
             mode = "training" if self.training else "evaluation"

@@ -53,12 +53,12 @@ class Fork(Generic[T]):
         Raises KeyboardInterrupt if this process is interrupted; the fork has then been ended. `meanwhile` is entered
         here and not by the caller, so that an interrupt while it begins (it may start a thread) ends the fork too.
         """
-        value = None
+        received: list[T] = []
         with contextlib.ExitStack() as entered:
             try:
                 if meanwhile is not None:
                     entered.enter_context(meanwhile)
-                value = self._received.recv()
+                received.append(self._received.recv())
             except EOFError:  # the fork has ended without sending a value
                 pass
             except KeyboardInterrupt as asked:
@@ -70,7 +70,7 @@ class Fork(Generic[T]):
                 raise
             finally:
                 code = self._end()
-        return (None, code) if value is None else (value, 0)
+        return (received[0], 0) if received else (None, code)
 
     def _end(self) -> int:
         """Kill the fork and all its processes that still run; returns the exit code."""
@@ -94,17 +94,18 @@ class Fork(Generic[T]):
 
 
 def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item]) -> list[T]:
-    """What `call` returns for `items`, a value per item, with the items divided among as many forks as there are cores.
+    """What `call` returns for `items`, a value per item, with the items divided among forks, at most as many as there
+    are cores.
 
     Raises RuntimeError if a fork has failed, which has then printed why.
     """
-    cores = usable_cores()
-    forks = [Fork(partial(call, items[at::cores])) for at in range(cores)]
+    number = min(usable_cores(), len(items))
+    forks = [Fork(partial(call, items[at::number])) for at in range(number)]
     returned: dict[int, T] = {}
     for at, (values, code) in enumerate([fork.wait() for fork in forks]):  # waits for all: a failure leaves none behind
         if values is None:
             raise RuntimeError(f"a process that had a share of the work has ended with exit code {code}")
-        returned |= dict(zip(range(at, len(items), cores), values, strict=True))
+        returned |= dict(zip(range(at, len(items), number), values, strict=True))
     return [returned[at] for at in range(len(items))]
 
 

@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.named_schedules import forward_only
 from gpipe_cli.schedule.schedule import Schedule
-from gpipe_cli.system.accelerator import to_device, to_host
+from gpipe_cli.system.accelerator import to_device, to_host, using_device
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import MiniBatch, Reading
 from gpipe_cli.training.engine import Engine
@@ -138,12 +138,13 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
     for k, optimizer in engine.optimizers.items():
         clock = engine.executor.recorder.clocks[k]
         begun = clock.now()
-        if optimizer is not None:
-            set_learning_rate(optimizer, rate)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if k in engine.averages:
-            engine.averages[k].update(engine.stages[k].statistics.newest)
+        with using_device(engine.stages[k].device):
+            if optimizer is not None:
+                set_learning_rate(optimizer, rate)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if k in engine.averages:
+                engine.averages[k].update(engine.stages[k].statistics.newest)
         numbers.recording.update(k, begun, clock.now())
 
 

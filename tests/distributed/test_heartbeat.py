@@ -54,3 +54,14 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
             heartbeat.stop(failed=False)
         other.kill()
         other.join()
+
+
+def test_whoever_is_blamed_has_not_kept_this_process_from_beating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was, for whatever error here."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "http")
+    unable = beats(1)
+    with pytest.raises(RuntimeError, match="heartbeat") as raised:
+        wait_until(unable.lost, 20, "an error")
+    assert isinstance(raised.value.__cause__, ValueError)
+    unable.stop(failed=True)

@@ -18,15 +18,18 @@ READS = replace(WORKS, awaited=Awaited.DATA)
 PREPARES = Activity(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
 
 
-def test_a_process_that_nccl_has_ended_lost_another_one() -> None:
-    """Which sends its own failure later, or is found silent. On CPUs nothing aborts a process but a fault of it."""
+def test_a_process_that_nccl_has_ended_lost_another_one_or_failed_itself() -> None:
+    """Which sends its own failure later, or is found silent; if all others lost a process, it has failed itself. On
+    CPUs nothing aborts a process but a fault of it."""
     on_gpus, on_cpus = (
         Supervisor(spec(devices=(device,) * 3, process_of_stage=(0, 0, 1)), 5)._killed(0, -signal.SIGABRT)
         for device in ("cuda:0", "cpu")
     )
     later = Failure(1, "the cause", on_gpus.seconds + 1)
-    assert (on_gpus.reason, on_cpus.reason) == (Reason.PEER, Reason.LOST)
-    assert cause_of([on_gpus, later]) is later
+    lost_it = Failure(1, "no neighbour", on_gpus.seconds - 1, Reason.PEER)
+    assert (on_gpus.reason, on_cpus.reason) == (Reason.ABORTED, Reason.LOST)
+    assert cause_of([on_gpus, later, lost_it]) is later
+    assert cause_of([lost_it, on_gpus]) is on_gpus
     assert cause_of([on_cpus, later]) is on_cpus
     assert cause_of([on_gpus]) is on_gpus
     assert "NCCL_DEBUG=WARN" in on_gpus.text

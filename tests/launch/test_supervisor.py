@@ -3,13 +3,19 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 from plan_runs import traced
+from reporting_runs import spec
 from training_runs import TINY, children, configure, spec_of, until_asked
 
+from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.supervisor import run_task
+from gpipe_cli.training.engine import WorkerProcess
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -20,7 +26,7 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
     Nor does a run need its fork server once it has begun: for one that was stopped, and could not say how the workers
     ended, it waited for ever.
     """
-    spec = spec_of(configure(*TINY), traced(*TINY))
+    of_run = spec_of(configure(*TINY), traced(*TINY))
     servers: list[int] = []
 
     def on_message(message: object) -> None:
@@ -29,6 +35,80 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
             os.kill(servers[0], signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert run_task(until_asked, spec, 60.0, on_message, stoppable=True) is None
+    assert run_task(until_asked, of_run, 60.0, on_message, stoppable=True) is None
     (server,) = servers
     assert not Path("/proc", str(server)).exists()
+
+
+ONE_PROCESS = spec(devices=("cpu",) * 3, process_of_stage=(0, 0, 0))
+
+
+def nothing(process: WorkerProcess) -> None:
+    pass
+
+
+def fail_twice(process: WorkerProcess) -> None:
+    """A GPU's fault, after which nothing that asks the GPU can be cleaned up."""
+
+    def write_what_is_lost() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    process.before_failing.extend((write_what_is_lost, lambda: process.report("the last checkpoint")))
+    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+
+def stop_within_a_message(process: WorkerProcess) -> None:
+    process.report("begun")
+
+    def write_half(connection: Connection, buffer: memoryview) -> None:
+        os.write(connection.fileno(), buffer[: len(buffer) // 2])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    Connection._send = write_half  # type: ignore[attr-defined]
+    process.report("x" * 10_000)
+
+
+def test_the_first_failure_is_reported_whatever_fails_after_it() -> None:
+    """The run is then started again: only where a process or its device was lost can that help."""
+    messages: list[object] = []
+    failure = run_task(fail_twice, ONE_PROCESS, 60.0, messages.append)
+    assert failure is not None
+    assert "unspecified launch failure" in failure.text
+    assert failure.reason is Reason.LOST
+    assert messages == ["the last checkpoint"]
+
+
+def test_a_process_that_stops_within_a_message_is_silent() -> None:
+    """Its parent waited for the rest of the message, and noticed nothing else."""
+    messages: list[object] = []
+    failure = run_task(stop_within_a_message, ONE_PROCESS, 1.0, messages.append)
+    assert failure is not None
+    assert failure.text.startswith("the process of stages 0 to 2 has been silent for ")
+    assert (failure.reason, messages) == (Reason.LOST, ["begun"])
+
+
+def test_messages_of_every_size_arrive_whole_and_in_order() -> None:
+    received: list[object] = []
+    assert run_task(report_sizes, ONE_PROCESS, 60.0, received.append) is None
+    assert [len(str(message)) for message in received] == SIZES
+
+
+SIZES = [0, 1, 300, 17_000, 3_000_000, 2, 70_000]
+
+
+def report_sizes(process: WorkerProcess) -> None:
+    for size in SIZES:
+        process.report("x" * size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds descriptors in /proc")
+@pytest.mark.parametrize("task", [nothing, fail_twice])
+def test_tasks_leave_no_descriptors(task: Callable[[WorkerProcess], None]) -> None:
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    counted = []
+    for _ in range(3):
+        run_task(task, ONE_PROCESS, 60.0, lambda message: None)
+        counted.append(opened())
+    assert counted[0] == counted[-1]

@@ -1,5 +1,6 @@
 """A fork does one thing; it ends with its parent, and all that it has started ends with it."""
 
+import io
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from training_runs import children, wait_until
 
 from gpipe_cli.system import forked_call
-from gpipe_cli.system.forked_call import Fork
+from gpipe_cli.system.forked_call import Fork, in_forks
 
 PARENT = """
 import os, time
@@ -31,6 +32,35 @@ def test_how_it_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None:
     assert Fork(lambda: os.kill(os.getpid(), signal.SIGKILL)).wait() == (None, -9)
     assert Fork(lambda: {}["x"]).wait() == (None, 1)
     assert "KeyError: 'x'\n" in capfd.readouterr().err
+
+
+class SlowStream(io.StringIO):
+    def flush(self) -> None:
+        time.sleep(0.1)
+
+
+def test_nothing_is_a_value_too() -> None:
+    """A fork that returned None had, by chance, the exit code of its parent's SIGKILL."""
+
+    def return_nothing() -> None:
+        sys.stdout = SlowStream()  # flushed at the end of the fork, which its parent does not wait for
+
+    assert Fork(return_nothing).wait() == (None, 0)
+
+
+@pytest.mark.parametrize("items", [0, 1, 3, 11])
+def test_there_are_no_more_forks_than_items(items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_call, "usable_cores", lambda: 4)
+    forks: list[object] = []
+    init = Fork.__init__
+
+    def counted(self: Fork[object], *given: object) -> None:
+        forks.append(self)
+        init(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Fork, "__init__", counted)
+    assert in_forks(lambda share: [2 * item for item in share], range(items)) == [2 * item for item in range(items)]
+    assert len(forks) == min(items, 4)
 
 
 def test_an_interrupt_ends_all_of_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

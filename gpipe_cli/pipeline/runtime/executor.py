@@ -19,6 +19,7 @@ from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
 from gpipe_cli.schedule.dependencies import linearize_retained
 from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
+from gpipe_cli.system.accelerator import using_device
 
 OnAction: TypeAlias = Callable[[Action, int, Sequence[int]], None]
 """Called before each action, with the action, the samples of its micro-batch and the lengths of the sentences."""
@@ -147,7 +148,8 @@ class Executor:
             received, core_before = clock.now(), clock.core_seconds()
 
             # 2. Compute. This is the span that a timeline shows.
-            result = self._compute(stage, action, given, keep)
+            with using_device(stage.device):  # kernels that layers launch themselves go to the current device
+                result = self._compute(stage, action, given, keep)
             core_after, computed = clock.core_seconds(), clock.now()
 
             # 3. Send on to stage k+1, or back to stage k-1.

@@ -7,11 +7,14 @@ every receive would delay the sends behind it.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol, TypeAlias
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from gpipe_cli.system.accelerator import is_accelerator
 
 Edge: TypeAlias = tuple[Kind, int, int]
 """What is sent (F: activations, B: gradients), and the indices of the stages that send and receive it."""
+_Sends: TypeAlias = "SimpleQueue[tuple[list[torch.Tensor], _Sending] | None]"
 
 
 class Work(Protocol):
@@ -37,7 +41,8 @@ class Link(Protocol):
 
     peer: int  # the number of the process at the other end
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
+    def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
+        """Begin to send. The list is the link's from now on: it may be emptied as soon as they are sent."""
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
 
@@ -59,11 +64,14 @@ class GroupLink:
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer, self._group = peer, group
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
+    def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
         return self._start(dist.isend, tensors)
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
         return self._start(dist.irecv, tensors)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
 
     def _start(self, operation: Callable[..., dist.Work | None], tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
         # a batch even for a single tensor: NCCL would make another communicator for an unbatched operation
@@ -72,29 +80,51 @@ class GroupLink:
 
 
 class ThreadedLink(GroupLink):
-    """A link that sends in a thread of its own, as Gloo writes to the socket in the calling thread."""
+    """A link that sends in a thread of its own: Gloo writes to the socket in the calling thread, and a send counts as
+    done only once a thread has waited for it. Tensors are released as soon as they are sent."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         super().__init__(group, peer)
-        self._thread = ThreadPoolExecutor(1, "gpipe-send")
+        self._sends: _Sends = SimpleQueue()
+        # a daemon, as a program that fails must not wait at its end for a peer that receives nothing any more
+        arguments = self._sends, GroupLink(group, peer)
+        self._thread = Thread(target=_send_each, args=arguments, name="gpipe-send", daemon=True)
+        self._thread.start()
+        finalize(self, self._sends.put, None)
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
-        return [_Sending(self._thread.submit(super().send, tensors))]
+    def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
+        sending = _Sending()
+        self._sends.put((tensors, sending))
+        return [sending]
+
+    def close(self) -> None:
+        self._sends.put(None)
+        self._thread.join()  # the last reference to the group must not be a daemon's, at whose end Python may end, too
+        super().close()
 
 
-class _Sending:
-    """A send that the thread of a ThreadedLink starts."""
-
-    def __init__(self, works: Future[Sequence[Work]]) -> None:
-        self._works = works
+class _Sending(Future[None]):
+    """A send by the thread of a ThreadedLink."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0: no limit, as in torch
-        for work in self._works.result():
-            work.wait(timeout)
+        try:
+            self.result(timeout.total_seconds() or None)
+        except TimeoutError as error:
+            raise RuntimeError(f"nothing was received for {timeout.total_seconds():g} s") from error
 
     def is_completed(self) -> bool:
-        works = self._works
-        return works.done() and works.exception() is None and all(work.is_completed() for work in works.result())
+        return self.done() and self.exception() is None
+
+
+def _send_each(sends: _Sends, link: GroupLink) -> None:
+    while (asked := sends.get()) is not None:
+        tensors, sending = asked
+        try:
+            wait_for(link.send(tensors), torch.device("cpu"), timedelta(0))
+            tensors.clear()
+            sending.set_result(None)
+        except Exception as error:
+            sending.set_exception(error)
 
 
 def wait_for(works: Sequence[Work], device: torch.device, timeout: timedelta) -> None:

@@ -173,12 +173,9 @@ class P2PTransport:
     def _let_leave(self, storages: set[int]) -> None:
         """Wait for sends from these storages: a layer may have passed on its input, or a part of it, whose receive
         buffer is about to be overwritten."""
-        for send in [send for send in self._sends if not storages.isdisjoint(map(storage_of, send[0]))]:
-            if self._receiving is None:
-                # Gloo's wait consumes the completion: a second wait would never return
-                self._sends = deque(other for other in self._sends if other is not send)
-            # on a GPU only this stream waits: the send stays listed, as its tensors must live until it is done
-            self._finish(send[1])
+        for tensors, works in self._sends:
+            if not storages.isdisjoint(map(storage_of, tensors)):
+                self._finish(works)  # on a GPU only this stream waits: the tensors must live until the send is done
 
     def _boundary(self, edge: Edge) -> Boundary:
         kind, sender, receiver = edge

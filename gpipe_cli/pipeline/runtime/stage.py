@@ -47,6 +47,7 @@ from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
 from gpipe_cli.pipeline.runtime.stage_graphs import GraphKind, GraphMaker, Slot, StageGraphs
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
+from gpipe_cli.system.accelerator import using_device
 
 
 class Objective(Protocol):
@@ -327,7 +328,7 @@ class Stage:
         `inputs` describes what the first layer gets. Gradients and buffers stay as they are. Raises RefusedError, which
         names the layer that does not compile.
         """
-        with putting_back(self.module) as attributes:
+        with using_device(self.device), putting_back(self.module) as attributes:
             # all but the buffers of modules stay: compiled code relies on what a first call leaves in attributes
             attributes[:] = attributes[1::2]
             zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]

@@ -72,7 +72,8 @@ class LocalTransport:
         self._copied: dict[tuple[Action, int], torch.Event] = {}
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        self._sent.clear()  # a failed step may have left tensors
+        self._sent.clear()  # a failed step may have left tensors, and events
+        self._copied.clear()
         self._routes = Routes() if self._boundaries is None else self._boundaries.routes(schedule)
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:

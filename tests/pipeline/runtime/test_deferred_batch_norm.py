@@ -1,20 +1,28 @@
 """Law 4: running statistics are those of `nn.BatchNorm` over the whole mini-batch, whatever the micro-batches."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from training_runs import configure
+from training_runs import assert_same_tensors, configure
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime import deferred_batch_norm
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms, deferring
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import (
+    BatchStatistics,
+    OfReplicas,
+    alone,
+    defer_batch_norms,
+    deferring,
+)
 
 
 def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:
@@ -22,11 +30,17 @@ def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:
     return torch.randn(samples, 3, 4, 5, generator=generator) * torch.tensor([1.0, 5.0, 0.1])[:, None, None] + mean
 
 
-def step(layers: nn.Module, statistics: BatchStatistics, batch: torch.Tensor, micro_batches: int) -> None:
-    for m, piece in enumerate(batch.split(micro_batch_sizes(len(batch), micro_batches))):
+def step(
+    layers: nn.Module,
+    statistics: BatchStatistics,
+    batch: torch.Tensor,
+    micro_batches: int,
+    replicas: OfReplicas = alone,
+) -> None:
+    for m, piece in enumerate(batch.split(micro_batch_sizes(len(batch), micro_batches)) if len(batch) else ()):
         with statistics.recording(statistics.of(m)):
             layers(piece)
-    statistics.commit()
+    statistics.commit(replicas)
 
 
 def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, BatchStatistics]:
@@ -140,6 +154,37 @@ def test_one_norm_in_two_places_tracks_both() -> None:
     once = images(5, 1).mean(dim=(0, 2, 3))
     again = (nn.functional.batch_norm(images(5, 1), None, None, training=True) ** 2 + 1).mean(dim=(0, 2, 3))
     torch.testing.assert_close(newest, (once + again) / 2)  # what is averaged for both
+
+
+@pytest.mark.parametrize("make", [Twice, lambda: nn.BatchNorm2d(3)], ids=["twice", "once"])
+def test_a_replica_that_has_never_had_a_sample_tracks_what_others_have(make: Callable[[], nn.Module]) -> None:
+    """It knew of one application of a norm only, and the others waited for it for ever."""
+    whole, *_ = pair(make)
+    meeting, told = Barrier(2, timeout=20), dict[int, torch.Tensor]()
+
+    def replica(rank: int) -> nn.Module:
+        def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+            told[rank] = tensor
+            meeting.wait()
+            tensors = [told[0], told[1]]
+            meeting.wait()
+            return tensors
+
+        _, deferred, statistics = pair(make)
+        for number, samples in enumerate(((8, 0), (8, 0), (5, 4))):
+            batch = images(sum(samples), number)
+            step(deferred, statistics, batch.split(samples)[rank], 1, gather)
+        return deferred
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(replica, (0, 1))
+    for number in range(2):
+        whole(images(8, number))
+    if not isinstance(whole, Twice):  # a second application has other inputs in smaller micro-batches
+        whole(images(9, 2))
+        assert_same_statistics(first, whole)
+    assert_same_tensors(dict(first.state_dict()), dict(second.state_dict()))
+    assert all(int(value) == 3 * (1 + (make is Twice)) for name, value in first.state_dict().items() if "num" in name)
 
 
 class Inherits(nn.BatchNorm2d):

@@ -1,0 +1,42 @@
+"""No process forks while another thread of it may hold a lock, which nothing would ever release in the fork."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_runs import SMALL
+
+# What Python 3.12 and later do to warn: they count the threads after the fork. Those of OpenBLAS end before each fork.
+COUNTING = """
+import os, threading, traceback
+
+def count():
+    number = len(os.listdir("/proc/self/task"))
+    names = [thread.name for thread in threading.enumerate()]
+    by = next(call.filename for call in reversed(traceback.extract_stack()) if "gpipe_cli" in call.filename)
+    with open(os.environ["FORKS"], "a") as file:
+        file.write(f"{os.path.basename(by)} {number} {names}\\n")
+
+os.register_at_fork(after_in_parent=count)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds threads in /proc")
+@pytest.mark.parametrize("values", ["2", "1,2"], ids=["run", "sweep"])
+def test_no_process_forks_while_it_has_threads(values: str, tmp_path: Path) -> None:
+    """Each run has two workers, one of which has a loader process. A command outside a terminal has a thread that
+    tells of long phases, as of imports."""
+    (tmp_path / "sitecustomize.py").write_text(COUNTING)
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": paths, "FORKS": str(tmp_path / "forks")}
+    where = f"hydra.sweep.dir={tmp_path / 'sweep'}" if "," in values else f"run_folder={tmp_path / 'run'}"
+    settings = [*SMALL, "partitions=2", "executor=distributed", "data_workers=1", "epochs=1", f"micro_batches={values}"]
+    command = [sys.executable, "-m", "gpipe_cli", "train", *settings, where, *(["-m"] if "," in values else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    forks = (tmp_path / "forks").read_text().splitlines()
+    of_sweeps = {"forked_call.py"} if "," in values else set()
+    assert {line.split()[0] for line in forks} == {"fork_server.py", "loading.py"} | of_sweeps
+    assert [line for line in forks if line.split()[1] != "1"] == []
