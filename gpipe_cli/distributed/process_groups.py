@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
-from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
+from gpipe_cli.pipeline.runtime.link import Edge, GlooLink, GroupLink, Link, Links
 from gpipe_cli.pipeline.runtime.tied_weights import Group
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.accelerator import is_accelerator
@@ -144,7 +144,7 @@ def edge_links(
             continue
         group = new_group(process, ends, device, timeout, blocks=_LINK_BLOCKS)
         if group is not None:
-            kind_of_link = GroupLink if is_accelerator(device) else ThreadedLink
+            kind_of_link = GroupLink if is_accelerator(device) else GlooLink
             links[kind, sender, receiver] = kind_of_link(group, ends[0] if process == ends[1] else ends[1])
     return links
 

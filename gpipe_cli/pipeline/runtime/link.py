@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, TypeAlias
@@ -24,7 +25,8 @@ from gpipe_cli.system.accelerator import is_accelerator
 
 Edge: TypeAlias = tuple[Kind, int, int]
 """What is sent (F: activations, B: gradients), and the indices of the stages that send and receive it."""
-_Sends: TypeAlias = "SimpleQueue[tuple[list[torch.Tensor], _Sending] | None]"
+_SMALL_BYTES = 64 << 10  # of a send that the calling thread makes itself
+_SENDS_AT_ONCE = 16  # small sends that are waited for together: at most 1 MiB is released later than it could be
 
 
 class Work(Protocol):
@@ -79,23 +81,43 @@ class GroupLink:
         return dist.batch_isend_irecv(operations) if operations else []
 
 
-class ThreadedLink(GroupLink):
-    """A link that sends in a thread of its own: Gloo writes to the socket in the calling thread, and a send counts as
-    done only once a thread has waited for it. Tensors are released as soon as they are sent."""
+class GlooLink(GroupLink):
+    """A link over Gloo, with a thread of its own: Gloo writes to the socket in the calling thread, and a send counts as
+    done, so that its tensors may be released, only once a thread has waited for it.
+
+    To hand a send over to the thread takes longer than to write a few KiB. While all tensors of a link are that small,
+    the calling thread sends them, which never blocks, as Gloo queues what the peer does not receive yet; the other
+    thread then waits for several sends at once.
+    """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         super().__init__(group, peer)
-        self._sends: _Sends = SimpleQueue()
+        self._rank = dist.get_group_rank(group, peer)
+        self._sends = SimpleQueue["list[_Send] | None"]()
         # a daemon, as a program that fails must not wait at its end for a peer that receives nothing any more
-        arguments = self._sends, GroupLink(group, peer)
-        self._thread = Thread(target=_send_each, args=arguments, name="gpipe-send", daemon=True)
+        self._thread = Thread(target=_end_each, args=(self._sends,), name="gpipe-send", daemon=True)
         self._thread.start()
         finalize(self, self._sends.put, None)
+        self._are_small = True
+        self._newest: list[_Send] = []  # not handed over yet
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
-        sending = _Sending()
-        self._sends.put((tensors, sending))
-        return [sending]
+        send = _Send(tensors, partial(self._group.send, tag=0), self._rank)
+        # once and for all, as tensors must arrive in order
+        self._are_small = self._are_small and sum(tensor.nbytes for tensor in tensors) < _SMALL_BYTES
+        if self._are_small:
+            send.begin()
+        self._newest.append(send)
+        if not self._are_small or len(self._newest) == _SENDS_AT_ONCE:
+            self._newest = [newest for newest in self._newest if not newest.is_completed()]
+            for newest in self._newest:
+                newest.hand_over()
+            self._sends.put(self._newest)
+            self._newest = []
+        return [send]
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
+        return [self._group.recv([tensor], self._rank, 0) for tensor in tensors]
 
     def close(self) -> None:
         self._sends.put(None)
@@ -103,28 +125,55 @@ class ThreadedLink(GroupLink):
         super().close()
 
 
-class _Sending(Future[None]):
-    """A send by the thread of a ThreadedLink."""
+class _Send:
+    """A send over a GlooLink."""
+
+    def __init__(self, tensors: list[torch.Tensor], function: Callable[..., Work], rank: int) -> None:
+        self._tensors, self._function, self._rank = tensors, function, rank
+        self._works: list[Work] | None = None  # None before it has begun
+        self._ended: Future[None] | None = None  # of the thread that it was handed over to
+
+    def begin(self) -> None:
+        self._works = [self._function([tensor], self._rank) for tensor in self._tensors]
+
+    def hand_over(self) -> None:
+        self._ended = Future()
+
+    def end(self, timeout: timedelta = timedelta(0)) -> None:
+        """Wait for the send, and release its tensors. A second wait for Gloo's work would never return."""
+        if self._works is None:
+            self.begin()
+        while self._works:
+            self._works.pop().wait(timeout)
+        self._tensors.clear()
+
+    def end_in_thread(self) -> None:
+        assert self._ended is not None
+        try:
+            self.end()
+            self._ended.set_result(None)
+        except Exception as error:
+            self._ended.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0: no limit, as in torch
+        if self._ended is None:
+            self.end(timeout)
+            return
         try:
-            self.result(timeout.total_seconds() or None)
+            self._ended.result(timeout.total_seconds() or None)
         except TimeoutError as error:
             raise RuntimeError(f"nothing was received for {timeout.total_seconds():g} s") from error
 
     def is_completed(self) -> bool:
-        return self.done() and self.exception() is None
+        if self._ended is None:
+            return self._works == []
+        return self._ended.done() and self._ended.exception() is None
 
 
-def _send_each(sends: _Sends, link: GroupLink) -> None:
-    while (asked := sends.get()) is not None:
-        tensors, sending = asked
-        try:
-            wait_for(link.send(tensors), torch.device("cpu"), timedelta(0))
-            tensors.clear()
-            sending.set_result(None)
-        except Exception as error:
-            sending.set_exception(error)
+def _end_each(sends: "SimpleQueue[list[_Send] | None]") -> None:
+    while (handed_over := sends.get()) is not None:
+        for send in handed_over:
+            send.end_in_thread()
 
 
 def wait_for(works: Sequence[Work], device: torch.device, timeout: timedelta) -> None:
