@@ -62,12 +62,16 @@ class P2PTransport:
         self._ends: dict[int, torch.Event] = {}  # number of actions launched -> the end of the last one
         self._sizes: Sequence[int] = ()
         self._lengths: Sequence[int] = ()
+        # (edge, samples) -> of each tensor that crosses it, in a step like the newest
+        self._shapes: dict[tuple[Edge, int], Sequence[tuple[int, ...]]] = {}
         self._connect(links.connect_seconds)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
-        self._routes = self._boundaries.routes(schedule)
-        self._sizes, self._lengths = sizes, lengths
+        routes = self._boundaries.routes(schedule)
+        if routes is not self._routes or lengths != self._lengths:
+            self._shapes.clear()
+        self._routes, self._sizes, self._lengths = routes, sizes, lengths
         self._local.begin_step(schedule, sizes, lengths)
         self._to_post = deque(
             prefetched_receives(schedule, self._process_of_stage, self._process, self._routes.pairs, early=self._early)
@@ -90,8 +94,9 @@ class P2PTransport:
             self._local.send_to(receiver, action, tensors)
             return
         sent = []
-        for tensor, described in zip(tensors, self._boundary(edge), strict=True):
-            self._refuse_other(action, tensor, described)
+        shapes = self._shapes_at(edge, self._sizes[action.micro_batch])
+        for tensor, described, shape in zip(tensors, self._boundary(edge), shapes, strict=True):
+            self._refuse_other(action, tensor, described, shape)
             if tensor is not None:
                 sent.append(as_sent(tensor.detach(), self._memory_format))
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
@@ -99,8 +104,11 @@ class P2PTransport:
         with self._waiting(f"send to process {link.peer}"):
             self._sends.append((sent, link.send(sent)))
 
-    def _refuse_other(self, action: Action, tensor: torch.Tensor | None, described: BoundaryTensor) -> None:
-        """Raises InputError for a tensor that is not as the receiver expects it, by the trace of the model."""
+    def _refuse_other(
+        self, action: Action, tensor: torch.Tensor | None, described: BoundaryTensor, expected: tuple[int, ...]
+    ) -> None:
+        """Raises InputError for a tensor that is not as the receiver expects it, by the trace of the model; `expected`:
+        its shape."""
         if action.kind.direction is Kind.B:
             if (tensor is not None) == described.has_gradient:
                 return
@@ -111,8 +119,7 @@ class P2PTransport:
                 "was traced; use the same inputs in every step, if only times 0"
             )
         assert tensor is not None
-        expected = described.shape(self._sizes[action.micro_batch], self._lengths)
-        if (tensor.shape, tensor.dtype) != (expected, described.dtype):
+        if tensor.shape != expected or tensor.dtype != described.dtype:
             name = self._boundaries.layer_names[action.stage][-1]
             samples = plural(self._sizes[action.micro_batch], "sample")
             raise InputError(
@@ -158,12 +165,13 @@ class P2PTransport:
         while self._to_post and self._to_post[0].after <= self._launched:
             receive = self._to_post.popleft()
             edge = (receive.action.kind.direction, receive.sender, receive.action.stage)
-            awaited = [t for t in self._boundary(edge) if t.has_gradient or edge[0] is Kind.F]
-            samples = self._sizes[receive.action.micro_batch]
+            shapes = self._shapes_at(edge, self._sizes[receive.action.micro_batch])
+            described = zip(self._boundary(edge), shapes, strict=True)
+            awaited = [(t.dtype, shape) for t, shape in described if t.has_gradient or edge[0] is Kind.F]
             if self._receiving is not None and receive.freed:
                 self._receiving.wait_event(self._ends[receive.freed])
             with on_stream(self._receiving):
-                tensors = [self._buffer((edge, receive.buffer, i), t, samples) for i, t in enumerate(awaited)]
+                tensors = [self._buffer((edge, receive.buffer, i), *tensor) for i, tensor in enumerate(awaited)]
                 if receive.freed:
                     self._let_leave({storage_of(tensor) for tensor in tensors})
                 with self._waiting(f"receive from process {self._links[edge].peer}"):
@@ -181,11 +189,16 @@ class P2PTransport:
         kind, sender, receiver = edge
         return self._routes.tensors(sender, receiver) if kind is Kind.F else self._routes.tensors(receiver, sender)
 
-    def _buffer(self, key: tuple[Edge, int, int], described: BoundaryTensor, samples: int) -> torch.Tensor:
-        shape = described.shape(samples, self._lengths)
+    def _shapes_at(self, edge: Edge, samples: int) -> Sequence[tuple[int, ...]]:
+        """The shapes of the tensors that cross an edge for a micro-batch of `samples`."""
+        if (edge, samples) not in self._shapes:
+            self._shapes[edge, samples] = [t.shape(samples, self._lengths) for t in self._boundary(edge)]
+        return self._shapes[edge, samples]
+
+    def _buffer(self, key: tuple[Edge, int, int], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         memory = self._buffers.get(key)
-        if memory is None or memory.numel() < prod(shape) or memory.dtype is not described.dtype:
-            memory = self._buffers[key] = torch.empty(prod(shape), dtype=described.dtype, device=self._device)
+        if memory is None or memory.numel() < prod(shape) or memory.dtype is not dtype:
+            memory = self._buffers[key] = torch.empty(prod(shape), dtype=dtype, device=self._device)
         return memory.as_strided(shape, layout_strides(shape, self._memory_format))
 
     def _connect(self, seconds: float) -> None:
