@@ -120,7 +120,7 @@ class ControlGroup:
         self.barrier()
         if self._group is not None:
             dist.destroy_process_group(self._group)
-            self._group = None
+            self._group = self._last = None  # a gather holds the connections of its group
 
     def _waiting(self) -> AbstractContextManager[None]:
         return waiting_for_peers(self.waits(Awaited.PROCESS), "another process of the run is gone or silent")

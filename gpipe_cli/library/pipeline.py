@@ -3,9 +3,10 @@
 A program for torchgpipe or torch.distributed.pipelining changes a few lines: see `Pipeline`.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -68,6 +69,7 @@ Values: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """A tensor (N, ...), or a tuple of such tensors, of a mini-batch or a micro-batch of N samples."""
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 Reduction: TypeAlias = Literal["mean", "sum"]
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of losses
 
 
 class Pipeline(AbstractContextManager["Pipeline"]):
@@ -176,6 +178,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._traced: dict[tuple[Boundary, torch.dtype | None, frozenset[str]], TracedModel] = {}
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
+        self._shapes: dict[int, Boundary] = {}  # of the inputs of all replicas so far, by what stands for them
         self._takes_single_samples = False  # set once a run has shown that every layer does
         # shapes of inputs, sizes, `_computed_in` and `_in_evaluation`
         self._compiled = set[tuple[Boundary, int, torch.dtype | None, frozenset[str]]]()
@@ -451,8 +454,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         """This process's part, made or fitted to the shapes of these inputs; the costs of layers for them; and the
         inputs of this pipeline on its first device."""
         tensors = _placed("inputs", inputs, self._layout.devices[0]) if 0 in self._here else None
-        shapes_and_samples = None if tensors is None else (as_boundary(tensors), len(tensors[0]))
-        of_replicas = self._control.collect(shapes_and_samples)[:: self._layout.of_pipeline]
+        of_replicas = self._shapes_and_samples(tensors)
         sizes = [micro_batch_sizes(samples, self._arguments.micro_batches) for _, samples in of_replicas]
         replica = self._layout.replica
         shapes, samples = of_replicas[replica]
@@ -477,6 +479,23 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._part.boundaries.change(in_training, in_evaluation)
         return self._part, traced, mini_batch
 
+    def _shapes_and_samples(self, tensors: Tensors | None) -> list[tuple[Boundary, int]]:
+        """The shapes of the inputs of each replica, and their samples, in every process; `tensors` are this process's
+        inputs. Shapes are sent once; from then on numbers stand for them."""
+        shapes = None if tensors is None else as_boundary(tensors)
+        samples = 0 if tensors is None else len(tensors[0])
+        if self._control.size == 1:
+            assert shapes is not None
+            return [(shapes, samples)]
+        number = 0 if shapes is None else int.from_bytes(hashlib.sha256(repr(shapes).encode()).digest()[:6], "big")
+        vectors = self._control.gather(torch.tensor([number, samples], dtype=torch.float64))()
+        every = torch.stack(vectors).long().tolist()
+        of_replicas = every[:: self._layout.of_pipeline]
+        if not self._shapes.keys() >= {number for number, _ in of_replicas}:
+            numbered = zip(every, self._control.collect(shapes), strict=True)
+            self._shapes |= {number: shapes for (number, _), shapes in numbered if shapes is not None}
+        return [(self._shapes[number], samples) for number, samples in of_replicas]
+
     @property
     def _device_type(self) -> str:
         return torch.device(self._layout.devices[0]).type
@@ -486,9 +505,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         """Inside, the program's autocast is off; layers and the loss compute in its type, with a cast for each layer,
         so that results do not depend on the cut (`pipeline/runtime/precision.py`)."""
         kind = self._device_type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        enabled = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if enabled else None
         self._computed_in = COMPUTED_IN[self._arguments.precision] or dtype
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(kind, enabled=False) if enabled else nullcontext():
             yield
 
     def _compile(self, part: PipelinePart, mini_batch: "_MiniBatch") -> None:
@@ -564,8 +584,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def _sum_of_last(self, value: torch.Tensor | None) -> torch.Tensor:
         """The sum over replicas of the values that the processes of the last stage have, in every process."""
         if self._control.size > 1:
-            values = self._control.collect(None if value is None else value.cpu())
-            value = sum(values[self._layout.process_of_stage[-1] :: self._layout.of_pipeline])
+            number = [0.0, 0.0] if value is None else [value.item(), _TYPES.index(value.dtype)]
+            every = self._control.gather(torch.tensor(number, dtype=torch.float64))()
+            of_last = every[self._layout.process_of_stage[-1] :: self._layout.of_pipeline]
+            value = sum(loss.to(_TYPES[int(dtype)]) for loss, dtype in of_last)
         assert value is not None
         return value
 
@@ -607,7 +629,8 @@ class _MiniBatchLoss:
         if not isinstance(value, torch.Tensor) or value.dim():
             returned = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise InputError(f"loss: returns {returned}; return a scalar tensor, such as the mean over the samples")
-        return value * self.shares[micro_batch]
+        share = self.shares[micro_batch]
+        return value if share == 1.0 else value * share
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
         self.losses.append(loss.clone())
