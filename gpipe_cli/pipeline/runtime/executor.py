@@ -7,13 +7,16 @@ transport differs. There is no other path: training with one partition and evalu
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
+
+from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import alone
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
-from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
+from gpipe_cli.pipeline.runtime.recording import Clock, Recorder, Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
@@ -38,6 +41,19 @@ class ActionFailedError(RuntimeError):
         self.action, self.layer = action, layer
 
 
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """An action of a schedule, with what does not change from step to step."""
+
+    action: Action
+    keep: Retain  # what the stage keeps of the micro-batch
+    stage: Stage
+    clock: Clock
+    receives: bool  # from another stage
+    sends: bool  # to another stage
+    is_last: bool  # of its stage in the step
+
+
 class Executor:
     """Performs schedules on the `stages` (by index) of this process. `device_of_stage[k]` is the number of stage k's
     device, for the whole pipeline; `on_action` tells a supervisor what the process was doing if it is killed."""
@@ -51,6 +67,8 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._on_action = stages, transport, on_action
         self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
+        self._bound: tuple[Schedule | None, Sequence[_Bound]] = None, ()
+        self._hooked: list[nn.Parameter] = []  # parameters with hooks for their gradients, in the newest step
         self._parameters = [*dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())]
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
@@ -83,12 +101,15 @@ class Executor:
         recording = self.recorder.begin_step(schedule)
         if replicas is not None:
             replicas.begin_step({index: stage.module for index, stage in self._stages.items()})
-        with self._without_gradient_hooks():
-            for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
-                self._on_action(action, sizes[action.micro_batch], lengths)
-                is_last = action == schedule.stages[action.stage][-1]
-                with replicas.last_action(action.stage) if replicas is not None and is_last else nullcontext():
-                    self._perform(action, keep, schedule, micro_batches, recording)
+        self._hooked = [parameter for parameter in self._parameters if parameter._post_accumulate_grad_hooks]
+        with self._without_gradient_hooks() if self._hooked else nullcontext():
+            for bound in self._bind(schedule):
+                self._on_action(bound.action, sizes[bound.action.micro_batch], lengths)
+                if replicas is not None and bound.is_last:
+                    with replicas.last_action(bound.action.stage):
+                        self._perform(bound, micro_batches, recording)
+                else:
+                    self._perform(bound, micro_batches, recording)
         if replicas is not None and not sizes:
             for index in self._stages:
                 with replicas.last_action(index):
@@ -100,34 +121,49 @@ class Executor:
 
     def call_gradient_hooks(self) -> None:
         """Call the hooks of `register_post_accumulate_grad_hook`, once the gradients of a mini-batch are complete."""
-        for parameter in self._parameters:
+        for parameter in self._hooked:
             if parameter.grad is not None:
                 for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
                     hook(parameter)
 
     @contextmanager
     def _without_gradient_hooks(self) -> Iterator[None]:
-        hooks = [(p, p._post_accumulate_grad_hooks) for p in self._parameters if p._post_accumulate_grad_hooks]
-        for parameter, _ in hooks:
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in self._hooked]
+        for parameter in self._hooked:
             parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave them in autograd
         try:
             yield
         finally:
-            for parameter, of_parameter in hooks:
+            for parameter, of_parameter in zip(self._hooked, hooks, strict=True):
                 parameter._post_accumulate_grad_hooks = of_parameter
 
     def settle(self) -> None:
         """Wait until the last step's tensors have left this process; call this before discarding the executor."""
         self._transport.settle()
 
-    def _perform(
-        self,
-        action: Action,
-        keep: Retain,
-        schedule: Schedule,
-        micro_batches: Sequence[Tensors],
-        recording: Recording,
-    ) -> None:
+    def _bind(self, schedule: Schedule) -> Sequence["_Bound"]:
+        """The actions of a schedule in the order in which this process performs them, bound to its stages."""
+        if self._bound[0] is not schedule:
+            self._bound = (
+                schedule,
+                [
+                    _Bound(
+                        action,
+                        keep,
+                        self._stages[action.stage],
+                        self.recorder.clocks[action.stage],
+                        receives=schedule.source(action) is not None,
+                        sends=action.stage < self._last
+                        if action.kind is Kind.F
+                        else action.kind in RETURNS and action.stage > 0,
+                        is_last=action == schedule.stages[action.stage][-1],
+                    )
+                    for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages))
+                ],
+            )
+        return self._bound[1]
+
+    def _perform(self, bound: "_Bound", micro_batches: Sequence[Tensors], recording: Recording) -> None:
         """Perform an action on stage k, in four steps; the recording gets the time between them.
 
              1. receive             2. compute                           3. send        4. post
@@ -138,22 +174,25 @@ class Executor:
         I    gradients of k+1 --->  as B, but weights' gradients wait    ----> gradients
         W                           compute the weights' gradients
         """
-        stage, clock = self._stages[action.stage], self.recorder.clocks[action.stage]
+        action, stage, clock = bound.action, bound.stage, bound.clock
         given: OptionalTensors = ()
         try:
             begun = clock.now()
 
             # 1. Receive. Stage 0 takes the samples themselves; the last stage's backward starts from its own loss.
-            given = self._receive(action, schedule, micro_batches)
+            if bound.receives:
+                given = self._transport.receive(action)
+            elif action.kind is Kind.F:
+                given = micro_batches[action.micro_batch]
             received, core_before = clock.now(), clock.core_seconds()
 
             # 2. Compute. This is the span that a timeline shows.
             with using_device(stage.device):  # kernels that layers launch themselves go to the current device
-                result = self._compute(stage, action, given, keep)
+                result = self._compute(stage, action, given, bound.keep)
             core_after, computed = clock.core_seconds(), clock.now()
 
             # 3. Send on to stage k+1, or back to stage k-1.
-            if (action.kind is Kind.F and action.stage < self._last) or (action.kind in RETURNS and action.stage > 0):
+            if bound.sends:
                 self._transport.send(action, result)
 
             # 4. Post the receives that waited for this action to be launched, or for a buffer that it has used.
@@ -166,11 +205,6 @@ class Executor:
             shapes = stage.layer_shapes if stage.layer_name else shapes_of(given)
             what = f"{kind} {shapes}" if shapes else f"micro-batch {action.micro_batch}"
             raise ActionFailedError(action, stage.layer_name, what, error) from error
-
-    def _receive(self, action: Action, schedule: Schedule, micro_batches: Sequence[Tensors]) -> OptionalTensors:
-        if schedule.source(action) is not None:
-            return self._transport.receive(action)
-        return micro_batches[action.micro_batch] if action.kind is Kind.F else ()
 
     @staticmethod
     def _compute(stage: Stage, action: Action, given: OptionalTensors, keep: Retain) -> OptionalTensors:

@@ -14,6 +14,7 @@ import torch
 from gpipe_cli.system.accelerator import generators
 
 _MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(*values: int) -> int:
@@ -21,19 +22,23 @@ def mix(*values: int) -> int:
 
     Unlike that of `hash()`, the result is the same in every process and Python version and on every machine.
     """
-    state = 0x9E3779B97F4A7C15
+    state = _GOLDEN
     for value in values:
-        state = (state ^ (value & _MASK)) & _MASK
-        state = (state + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = mix_in(state, value)
     return state
 
 
-def layer_seed(run_seed: int, step: int, micro_batch: int, layer: int) -> int:
-    """The seed of layer number `layer`; `micro_batch` is counted over all replicas."""
-    return mix(run_seed, step, 0, micro_batch, layer)
+def mix_in(state: int, value: int) -> int:
+    """`mix(*values, value)`, where `state` is `mix(*values)`."""
+    state = ((state ^ (value & _MASK)) + _GOLDEN) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def micro_batch_seed(run_seed: int, step: int, micro_batch: int) -> int:
+    """From this `mix_in` makes the seed of each layer, by its number; `micro_batch` is counted over all replicas."""
+    return mix(run_seed, step, 0, micro_batch)
 
 
 def seed_generator(device: torch.device, seed: int) -> None:

@@ -39,15 +39,18 @@ from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer,
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.known_layers import StageLayer, layers_of
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
 from gpipe_cli.pipeline.runtime.module_state import putting_back
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
+from gpipe_cli.pipeline.runtime.randomness import micro_batch_seed, mix_in
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
-from gpipe_cli.pipeline.runtime.stage_graphs import GraphKind, GraphMaker, Slot, StageGraphs
+from gpipe_cli.pipeline.runtime.stage_graphs import GraphKind, GraphMaker, Seeds, Slot, StageGraphs
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
-from gpipe_cli.system.accelerator import using_device
+from gpipe_cli.system.accelerator import generators, using_device
+
+_NOTHING = nullcontext()
 
 
 class Objective(Protocol):
@@ -120,12 +123,14 @@ class Stage:
         self.counter = ActivationCounter()
         self.graphs: StageGraphs | None = None  # see `use_graphs`
         self._split: frozenset[int] = frozenset()
+        self._layers = layers_of(module)
+        self._generators = generators(device)
+        self._in_layout = partial(in_layout, memory_format=memory_format)
         if compiled:
             refuse_missing(device)
             compile_layers(module, self.statistics)
         else:
             defer_batch_norms(module, self.statistics)
-        self._layers = list(module.named_children())
         self._buffers = LayerBuffers(module, self.statistics.norms)
         self.frozen = [named for named in module.named_parameters() if not named[1].requires_grad]
         # recurrent layers run other kernels where no graph is recorded, on CPUs, with other bits
@@ -181,15 +186,14 @@ class Stage:
         else:
             graph = keep is Retain.GRAPH
             with (
-                self.statistics.recording(self.statistics.of(micro_batch)),
+                self.statistics.recording(self.statistics.of(micro_batch)) if self.statistics.norms else _NOTHING,
                 self._recording(micro_batch, keep, inputs),
                 self._buffers.keeping() if keep is Retain.INPUT else nullcontext(changed) as changed,
             ):
                 leaves, outputs = self._compute(inputs, graph, self._seed(micro_batch))
                 if graph:
                     self._refuse_new_gradients(outputs)
-                with torch.set_grad_enabled(graph), self._autocast():
-                    results = self._close(micro_batch, outputs, observe=True)
+                results = self._close(micro_batch, outputs, graph, observe=True)
             if graph:
                 self._keep(micro_batch, _InFlight(leaves, _roots(results)))
         if keep is Retain.INPUT:
@@ -207,8 +211,7 @@ class Stage:
         with self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._buffers.restored(saved.changed):
             leaves, outputs = self._compute(saved.inputs, True, self._seed(micro_batch))
             self._refuse_new_gradients(outputs)
-            with torch.enable_grad(), self._autocast():
-                results = self._close(micro_batch, outputs, observe=False)
+            results = self._close(micro_batch, outputs, True, observe=False)
         self._keep(micro_batch, _InFlight(leaves, _roots(results)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -285,7 +288,7 @@ class Stage:
             return None
         kind = GraphKind.SPLIT if micro_batch in self._split else GraphKind.WHOLE
         kind = kind if keep is Retain.GRAPH else GraphKind.FORWARD
-        return self.graphs.take(kind, inputs, partial(self._seed_of, micro_batch), self._keeps_no_graph)
+        return self.graphs.take(kind, inputs, self._seeds(micro_batch), self._keeps_no_graph)
 
     def _keeps_no_graph(self) -> bool:
         """Whether there is no graph of autograd over the layers, of a micro-batch whose layers have run."""
@@ -302,9 +305,9 @@ class Stage:
             if self._objective is not None:
                 pairs = zip(slot.outputs, slot.needs, strict=True)
                 leaves = tuple(output.detach().requires_grad_(needs) for output, needs in pairs)
-        with torch.set_grad_enabled(graph), self._autocast(), self.counter.also(micro_batch):
+        with torch.set_grad_enabled(graph), self.counter.also(micro_batch):
             outputs = _copies(leaves)
-            results = self._close(micro_batch, outputs, observe=observe)
+            results = self._close(micro_batch, outputs, graph, observe=observe)
         if graph:
             roots = _roots(results) if self._objective is not None else (None,) * len(outputs)
             self._saved[micro_batch] = _InFlight(slot.inputs, roots, slot, leaves)
@@ -338,11 +341,11 @@ class Stage:
             )
             given, skips = self._apart(given)
             in_tuple = self._in_tuple[True]
-            for name, layer in self._layers:
+            for layer in self._layers:
                 with torch.enable_grad(), self._autocast():
-                    outputs, in_tuple = self._call(name, layer, given, in_tuple, skips)
+                    outputs, in_tuple = self._call(layer, given, in_tuple, skips)
                 roots = [tensor for tensor in outputs if tensor.grad_fn is not None]
-                with naming_layer(name):
+                with naming_layer(layer.name):
                     torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
                 given = without_graph(outputs)
                 skips = {skip: without_graph(tensors) for skip, tensors in skips.items()}
@@ -351,7 +354,7 @@ class Stage:
         """Called after the last action, when nothing may be left saved: commits batch norms, over all replicas."""
         left = sorted({*self._saved, *self._deferred})
         assert not left, f"stage {self.index} still holds micro-batches {left}"
-        if self.module.training:
+        if self.module.training and self.statistics.norms:
             self.statistics.commit(of_replicas)
         self._objective = None
 
@@ -360,8 +363,8 @@ class Stage:
         self.counter.hold(micro_batch, saved.inputs, saved.inputs)
 
     def _recording(self, micro_batch: int, keep: Retain, inputs: Tensors) -> AbstractContextManager[None]:
-        if keep is not Retain.GRAPH:
-            return nullcontext()
+        if keep is not Retain.GRAPH or not self.counter.on:
+            return _NOTHING
         return self.counter.recording(micro_batch, inputs, self.statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
@@ -370,16 +373,22 @@ class Stage:
         pairs = zip(inputs, self.inputs, strict=True)
         return tuple(tensor.detach().requires_grad_(described.requires_grad) for tensor, described in pairs)
 
-    def _seed_of(self, micro_batch: int, place: int) -> int:
-        """The seed of the layer at `place` in this stage."""
-        number = self._first_micro_batch + micro_batch
-        return layer_seed(self._run_seed, self._step, number, self._first_layer + place)
+    def _seeds(self, micro_batch: int) -> Seeds:
+        state = micro_batch_seed(self._run_seed, self._step, self._first_micro_batch + micro_batch)
+        return lambda place: mix_in(state, self._first_layer + place)
 
     def _seed(self, micro_batch: int) -> Callable[[int], None]:
-        """A function that seeds the generator, to be called before each layer with its place in this stage."""
+        """A function that seeds the generators, to be called before each layer with its place in this stage."""
         if not self.module.training:
             return lambda place: None
-        return lambda place: seed_generator(self.device, self._seed_of(micro_batch, place))
+        seeds = self._seeds(micro_batch)
+
+        def seed(place: int) -> None:
+            if self._layers[place].draws:
+                for generator in self._generators:
+                    generator.manual_seed(seeds(place))
+
+        return seed
 
     def _compute(self, inputs: Tensors, graph: bool, begin: Callable[[int], None]) -> tuple[Tensors, Tensors]:
         """Run all layers; returns the inputs, as leaves if autograd records a graph, and the outputs. `begin` is
@@ -393,17 +402,17 @@ class Stage:
     def _run(self, inputs: Tensors, begin: Callable[[int], None], *, drop: bool) -> Tensors:
         in_tuple = self._in_tuple[self.module.training]
         inputs, skips = self._apart(inputs)
-        for place, (name, layer) in enumerate(self._layers):
-            self.layer_name = name
-            begin(place)
-            try:
-                inputs, in_tuple = self._call(name, layer, inputs, in_tuple, skips)
+        try:
+            for place, layer in enumerate(self._layers):
+                self.layer_name = layer.name
+                begin(place)
+                inputs, in_tuple = self._call(layer, inputs, in_tuple, skips)
                 if drop:
                     inputs = without_graph(inputs)
                     skips = {skip: without_graph(tensors) for skip, tensors in skips.items()}
-            except Exception:
-                self.layer_shapes = shapes_of(inputs)
-                raise
+        except Exception:
+            self.layer_shapes = shapes_of(inputs)
+            raise
         self.layer_name = ""
         return (*inputs, *chain.from_iterable(skips.values()))
 
@@ -417,52 +426,59 @@ class Stage:
         return inputs[:split], skips
 
     def _call(
-        self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, skips: dict[str, Tensors]
+        self, layer: StageLayer, inputs: Tensors, in_tuple: bool, skips: dict[str, Tensors]
     ) -> tuple[Tensors, bool]:
         """Run a layer: its outputs, in the same form whether or not a cut follows, and whether it returned a tuple. A
         `Stash` adds its input to `skips`, a `Pop` takes its skip from them."""
-        if isinstance(layer, Pop):
-            inputs, in_tuple = (*inputs, *skips.pop(layer.name)), True
+        module = layer.module
+        if isinstance(module, Pop):
+            inputs, in_tuple = (*inputs, *skips.pop(module.name)), True
         # evaluation keeps nothing, so a layer may change its input
-        returned = call(name, layer, inputs, in_tuple) if self.module.training else layer(as_value(inputs, in_tuple))
-        if stashed := isinstance(layer, Stash):
-            skips[layer.name] = self._handed(inputs, anew=True)
-        return self._handed(as_tuple(returned), anew=stashed), not isinstance(returned, torch.Tensor)
-
-    def _handed(self, tensors: Tensors, *, anew: bool = False) -> Tensors:
-        """The tensors in the form that they have between layers; `anew`: each as a new view."""
+        training = self.module.training
+        returned = call(layer.name, module, inputs, in_tuple) if training else module(as_value(inputs, in_tuple))
+        if stashed := isinstance(module, Stash):
+            skips[module.name] = tuple(self._handed(tensor, anew=True) for tensor in inputs)
+        elif isinstance(returned, torch.Tensor):
+            return (self._handed(returned, dense=layer.has_dense_gradient and returned.dim() != 4),), False
         handed: list[torch.Tensor] = []
-        for tensor in tensors:
-            tensor = in_layout(tensor, self._memory_format)
-            if tensor.requires_grad:
-                if anew or any(tensor is other for other in handed):
-                    tensor = tensor.view_as(tensor)
-                tensor.register_hook(partial(in_layout, memory_format=self._memory_format))
-            handed.append(tensor)
-        return tuple(handed)
+        for tensor in as_tuple(returned):
+            handed.append(self._handed(tensor, anew=stashed or any(tensor is other for other in handed)))
+        return tuple(handed), not isinstance(returned, torch.Tensor)
+
+    def _handed(self, tensor: torch.Tensor, *, anew: bool = False, dense: bool = False) -> torch.Tensor:
+        """A tensor in the form that it has between layers; `anew`: as a new view; `dense`: its gradient is known to
+        have that form, too."""
+        tensor = self._in_layout(tensor)
+        if tensor.requires_grad:
+            if anew:
+                tensor = tensor.view_as(tensor)
+            if not dense:
+                tensor.register_hook(self._in_layout)
+        return tensor
 
     def _autocast(self) -> AbstractContextManager[None]:
-        return autocast(self.device, self._computed_in)
+        return _NOTHING if self._computed_in is None else autocast(self.device, self._computed_in)
 
     def _refuse_new_gradients(self, outputs: Tensors) -> None:
         """Raises InputError for an output that requires a gradient, and did not when the model was traced: none would
         come back."""
         for tensor, described in zip(outputs, self._outputs, strict=False):
             if tensor.requires_grad and not described.requires_grad:
-                layer = f"Stash {described.skip}" if described.skip else f"layer {self._layers[-1][0]}"
+                layer = f"Stash {described.skip}" if described.skip else f"layer {self._layers[-1].name}"
                 raise InputError(
                     f"{layer} hands on a tensor {tuple(tensor.shape)} that requires a gradient, and did not when the "
                     f"model was traced, so that none comes back to stage {self.index}; build the pipeline anew where "
                     "parameters take part, or are trained, only later"
                 )
 
-    def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
+    def _close(self, micro_batch: int, outputs: Tensors, graph: bool, *, observe: bool) -> Tensors:
         """The outputs; on the last stage the loss instead."""
         if self._objective is None:
             return outputs
-        loss = self._objective.loss(micro_batch, outputs)
-        if observe:
-            self._objective.observe(micro_batch, outputs, loss.detach())
+        with torch.set_grad_enabled(graph), self._autocast():
+            loss = self._objective.loss(micro_batch, outputs)
+            if observe:
+                self._objective.observe(micro_batch, outputs, loss.detach())
         return (loss,)
 
 

@@ -16,6 +16,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime import replicas as module
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.known_layers import layers_of
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
@@ -151,7 +152,7 @@ def test_what_a_layer_uses_may_change(schedule: str, alone: Replicas) -> None:
     both = [stages(), stages()]
     for made in both:
         made[1].module.append(Varies())
-        made[1]._layers = list(made[1].module.named_children())
+        made[1]._layers = layers_of(made[1].module)
         with torch.no_grad():
             made[1].module[3].product.weight.copy_(torch.eye(4))
             made[1].module[3].product.bias.zero_()
