@@ -5,25 +5,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, wraps
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-_Arguments = ParamSpec("_Arguments")
-_Returned = TypeVar("_Returned")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def left_by_compiler(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+def left_by_compiler(function: _Function) -> _Function:
     """The function, run as it is where a program compiles its caller: the compiler would enter the engine, and compile
     each of its functions again and again."""
 
     @wraps(function)
-    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        return torch.compiler.disable(function)(*args, **kwargs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (torch.compiler.disable(function) if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
-    return called
+    return cast(_Function, called)
 
 
 @cache

@@ -7,16 +7,15 @@ transport differs. There is no other path: training with one partition and evalu
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import alone
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
-from gpipe_cli.pipeline.runtime.recording import Clock, Recorder, Recording
+from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
 from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
@@ -41,17 +40,14 @@ class ActionFailedError(RuntimeError):
         self.action, self.layer = action, layer
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """An action of a schedule, with what does not change from step to step."""
+class _Scheduled(NamedTuple):
+    """An action of a schedule, and what follows from the schedule."""
 
     action: Action
     keep: Retain  # what the stage keeps of the micro-batch
-    stage: Stage
-    clock: Clock
     receives: bool  # from another stage
     sends: bool  # to another stage
-    is_last: bool  # of its stage in the step
+    is_last: bool  # of its stage
 
 
 class Executor:
@@ -67,7 +63,6 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._on_action = stages, transport, on_action
         self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
-        self._bound: tuple[Schedule | None, Sequence[_Bound]] = None, ()
         self._hooked: list[nn.Parameter] = []  # parameters with hooks for their gradients, in the newest step
         self._parameters = [*dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())]
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
@@ -103,13 +98,12 @@ class Executor:
             replicas.begin_step({index: stage.module for index, stage in self._stages.items()})
         self._hooked = [parameter for parameter in self._parameters if parameter._post_accumulate_grad_hooks]
         with self._without_gradient_hooks() if self._hooked else nullcontext():
-            for bound in self._bind(schedule):
-                self._on_action(bound.action, sizes[bound.action.micro_batch], lengths)
-                if replicas is not None and bound.is_last:
-                    with replicas.last_action(bound.action.stage):
-                        self._perform(bound, micro_batches, recording)
-                else:
-                    self._perform(bound, micro_batches, recording)
+            for scheduled in _scheduled(schedule, self._device_of_stage, frozenset(self._stages)):
+                action = scheduled.action
+                self._on_action(action, sizes[action.micro_batch], lengths)
+                is_last = replicas is not None and scheduled.is_last
+                with replicas.last_action(action.stage) if replicas is not None and is_last else nullcontext():
+                    self._perform(scheduled, micro_batches, recording)
         if replicas is not None and not sizes:
             for index in self._stages:
                 with replicas.last_action(index):
@@ -141,29 +135,7 @@ class Executor:
         """Wait until the last step's tensors have left this process; call this before discarding the executor."""
         self._transport.settle()
 
-    def _bind(self, schedule: Schedule) -> Sequence["_Bound"]:
-        """The actions of a schedule in the order in which this process performs them, bound to its stages."""
-        if self._bound[0] is not schedule:
-            self._bound = (
-                schedule,
-                [
-                    _Bound(
-                        action,
-                        keep,
-                        self._stages[action.stage],
-                        self.recorder.clocks[action.stage],
-                        receives=schedule.source(action) is not None,
-                        sends=action.stage < self._last
-                        if action.kind is Kind.F
-                        else action.kind in RETURNS and action.stage > 0,
-                        is_last=action == schedule.stages[action.stage][-1],
-                    )
-                    for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages))
-                ],
-            )
-        return self._bound[1]
-
-    def _perform(self, bound: "_Bound", micro_batches: Sequence[Tensors], recording: Recording) -> None:
+    def _perform(self, scheduled: _Scheduled, micro_batches: Sequence[Tensors], recording: Recording) -> None:
         """Perform an action on stage k, in four steps; the recording gets the time between them.
 
              1. receive             2. compute                           3. send        4. post
@@ -174,13 +146,14 @@ class Executor:
         I    gradients of k+1 --->  as B, but weights' gradients wait    ----> gradients
         W                           compute the weights' gradients
         """
-        action, stage, clock = bound.action, bound.stage, bound.clock
+        action = scheduled.action
+        stage, clock = self._stages[action.stage], self.recorder.clocks[action.stage]
         given: OptionalTensors = ()
         try:
             begun = clock.now()
 
             # 1. Receive. Stage 0 takes the samples themselves; the last stage's backward starts from its own loss.
-            if bound.receives:
+            if scheduled.receives:
                 given = self._transport.receive(action)
             elif action.kind is Kind.F:
                 given = micro_batches[action.micro_batch]
@@ -188,11 +161,11 @@ class Executor:
 
             # 2. Compute. This is the span that a timeline shows.
             with using_device(stage.device):  # kernels that layers launch themselves go to the current device
-                result = self._compute(stage, action, given, bound.keep)
+                result = self._compute(stage, action, given, scheduled.keep)
             core_after, computed = clock.core_seconds(), clock.now()
 
             # 3. Send on to stage k+1, or back to stage k-1.
-            if bound.sends:
+            if scheduled.sends:
                 self._transport.send(action, result)
 
             # 4. Post the receives that waited for this action to be launched, or for a buffer that it has used.
@@ -226,8 +199,13 @@ class Executor:
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
-def _actions_of(
-    schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
-) -> tuple[tuple[Action, Retain], ...]:
-    """The actions of `stages` in the order in which their process performs them, with what each stage keeps."""
-    return tuple(pair for pair in linearize_retained(schedule, device_of_stage) if pair[0].stage in stages)
+def _scheduled(schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]) -> Sequence[_Scheduled]:
+    """The actions of `stages` in the order in which their process performs them."""
+    steps = []
+    for action, keep in linearize_retained(schedule, device_of_stage):
+        if action.stage in stages:
+            ahead = action.kind is Kind.F and action.stage < len(device_of_stage) - 1
+            back = action.kind in RETURNS and action.stage > 0
+            is_last = action == schedule.stages[action.stage][-1]
+            steps.append(_Scheduled(action, keep, schedule.source(action) is not None, ahead or back, is_last))
+    return steps
