@@ -18,7 +18,7 @@ _VALUES_ELSEWHERE = {
     # names on the hub, and names of families
     **dict.fromkeys(("model=gpt2*", "model=bert-*", "model=t5-*"), "model=hf model.name={}"),
     **dict.fromkeys(
-        (f"model={family}*" for family in ("llama", "mistral", "qwen", "gemma", "bert", "t5", "flan-t5", "olmo", "phi")),
+        (f"model={name}*" for name in ("llama", "mistral", "qwen", "gemma", "olmo", "phi", "bert", "t5", "flan-t5")),
         "model=hf model.name=FOLDER, that of its config.json, or its name on the hub",
     ),
 }

@@ -55,7 +55,7 @@ def show_summary(
         show_facts(console, [("error", result.error)])
     show_facts(console, _outcome(result))
     if result.breakdown.measured is not None:
-        show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0)
+        show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0, run.plan)
     if result.memory:
         show_facts(console, in_columns(console, memory_rows(result.memory)))
     if bench:
