@@ -275,6 +275,11 @@ class TrainConfig(PipelineSettings):
         return "language_model"
 
     @property
+    def has_top5(self) -> bool:
+        """Whether top-5 is counted: of five classes or fewer it is always 100 %, and of masks nobody gives it."""
+        return self.task == "classification" and self.dataset.model_classes > 5
+
+    @property
     def text(self) -> bool:
         """Whether mini-batches are of tokens, not of images."""
         return self.task in TEXT_TASKS

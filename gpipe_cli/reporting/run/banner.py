@@ -11,7 +11,7 @@ from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, I
 from gpipe_cli.config.settings import TrainConfig, flattened, load_preset
 from gpipe_cli.config.typed import show
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
+from gpipe_cli.reporting.run.description import RunDescription, name_and_size, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import RESULT
@@ -42,7 +42,10 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     micro_batches = plural(config.micro_batches, "micro-batch")
     parameters = count(sum(spec.parameters))
     yield "model", f"{run.model_name}: {plural(run.layers, 'layer')}, {parameters} parameters"
-    yield "dataset", config.dataset.name + _samples_of_data(run)
+    yield "dataset", name_and_size(config.dataset) + _samples_of_data(run)
+    crop = getattr(getattr(config.dataset, "augmentation", None), "random_resized_crop", None)
+    if crop is not None and not run.bench:
+        yield "", f"training images are random crops of {100 * crop[0]:g} to {100 * crop[1]:g} % of the area"
     if run.data.vocabulary is not None:
         tokenizer = getattr(config.dataset, "tokenizer", None)
         yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")

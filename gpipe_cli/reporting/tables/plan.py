@@ -17,7 +17,7 @@ from gpipe_cli.config.settings import SAMPLE_WORDS, flattened
 from gpipe_cli.config.typed import show
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
-from gpipe_cli.reporting.run.description import precision_facts
+from gpipe_cli.reporting.run.description import name_and_size, precision_facts
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
 from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
@@ -109,7 +109,7 @@ def _what(plan: Plan) -> Iterator[tuple[str, str]]:
     shared = f", shared by {hardware.memory_stages} stages" if (hardware.memory_stages or 1) > 1 else ""
     layers, partitions = plural(len(plan.layers), "layer"), plural(len(plan.stages), "partition")
     yield "model", f"{model_name(plan.config.model)}: {layers}, {count(plan.parameters)} parameters"
-    yield "dataset", plan.config.dataset.name
+    yield "dataset", name_and_size(plan.config.dataset)
     replicas = f", R = {plan.config.replicas} replicas, of which one is shown" if plan.config.replicas > 1 else ""
     yield "pipeline", f"K = {partitions}, M = {plural(plan.micro_batches, 'micro-batch')}{replicas}"
     yield "schedule", f"{plan.schedule_name}, recompute {plan.recompute_name}"

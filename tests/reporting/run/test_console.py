@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from reporting_runs import description, evaluation, log, reporter_in, step
+from training_runs import TINY, command
 
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
@@ -75,6 +76,19 @@ def test_a_run_that_max_steps_ends_says_where_on_its_curves() -> None:
     assert not [line for line in steady if "ends" in line]
     short = banner("learning_rate=constant", "learning_rate.peak=0.4", "learning_rate.warmup_epochs=2", "max_steps=4")
     assert "the run ends within the warm-up, at a learning rate of 0.2" in short
+
+
+@pytest.mark.parametrize(("classes", "top5"), [(5, False), (6, True)])
+def test_a_run_says_what_its_images_are_and_leaves_out_a_score_that_is_100_percent_by_definition(
+    classes: int, top5: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["dataset.augmentation.random_resized_crop=[0.1,1.0]", f"dataset.num_classes={classes}", "max_steps=1"]
+    assert command("train", *TINY, *given, "partitions=1", "run_folder=run") == 0
+    shown = capsys.readouterr().out
+    assert "dataset      synthetic_images, 16 x 16 pixels: 22 training" in shown
+    assert "random crops of 10 to 100 % of the area" in shown
+    assert command("compare", "run") == 0
+    assert [("top-5" in text) for text in (shown, capsys.readouterr().out)] == [top5, top5]
 
 
 def test_a_preset_is_shown_with_what_it_sets() -> None:
