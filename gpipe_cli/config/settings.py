@@ -277,7 +277,8 @@ class TrainConfig(PipelineSettings):
     @property
     def has_top5(self) -> bool:
         """Whether top-5 is counted: of five classes or fewer it is always 100 %, and of masks nobody gives it."""
-        return self.task == "classification" and self.dataset.model_classes > 5
+        dataset = self.dataset
+        return isinstance(dataset, groups.ImagesConfig) and not dataset.masks and dataset.model_classes > 5
 
     @property
     def text(self) -> bool:

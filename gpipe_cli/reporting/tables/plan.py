@@ -88,7 +88,7 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
         column("samples_per_second", "samples/s", rate, attrgetter("samples_per_second")),
         column("bubble", "bubble", percent, attrgetter("breakdown.bubble")),
         column("memory_bytes", "fullest stage", size, lambda plan: max(plan.held_bytes)),
-        column("imbalance", "imbalance", percent, attrgetter("imbalance")),
+        column("imbalance", "slowest/mean", percent, attrgetter("imbalance")),
         column("utilisation", "utilisation", percent, attrgetter("utilisation")),
         Column.of("error", "error", [swept.error for swept in plans], show, printed=False),
     ]
