@@ -7,7 +7,13 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
-from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, choice_of
+from gpipe_cli.config.groups import (
+    AmoebaNetConfig,
+    CosineLearningRateConfig,
+    ImagesConfig,
+    InverseSqrtLearningRateConfig,
+    choice_of,
+)
 from gpipe_cli.config.settings import TrainConfig, flattened, load_preset
 from gpipe_cli.config.typed import show
 from gpipe_cli.data.micro_batches import micro_batch_sizes
@@ -110,7 +116,10 @@ def _cut_off(run: RunDescription, epoch_steps: int) -> Iterator[tuple[str, str]]
     """Lines about curves over the whole training of which this run has only the beginning."""
     config, end = run.config, run.total_steps
     if end < warm_up_steps(config.learning_rate, epoch_steps):
-        yield "", f"the run ends within the warm-up, at a learning rate of {_rate(run, end - 1)}"
+        by_steps = isinstance(config.learning_rate, InverseSqrtLearningRateConfig)
+        use = f"warmup_steps={max(1, end // 10)}" if by_steps else "warmup_epochs=0"
+        ends = f"the run ends within the warm-up, at a learning rate of {_rate(run, end - 1)}"
+        yield "", f"{ends}; learning_rate.{use} shortens it"
     curves = ["the cosine"] if isinstance(config.learning_rate, CosineLearningRateConfig) else []
     if isinstance(config.model, AmoebaNetConfig) and config.model.drop_path:
         curves.append("the rise of drop-path")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import description, evaluation, log, reporter_in, step
+from reporting_runs import LANGUAGE_MODEL, description, evaluation, log, reporter_in, step
 from training_runs import TINY, command
 
 from gpipe_cli.reporting.run.banner import show_banner
@@ -76,7 +76,13 @@ def test_a_run_that_max_steps_ends_says_where_on_its_curves() -> None:
     steady = banner("learning_rate=constant", "max_steps=6")
     assert not [line for line in steady if "ends" in line]
     short = banner("learning_rate=constant", "learning_rate.peak=0.4", "learning_rate.warmup_epochs=2", "max_steps=4")
-    assert "the run ends within the warm-up, at a learning rate of 0.2" in short
+    remedy = "learning_rate.warmup_epochs=0 shortens it"
+    assert f"the run ends within the warm-up, at a learning rate of 0.2; {remedy}" in short
+    whole = banner(*LANGUAGE_MODEL, "~presets", "max_steps=null", "epochs=1")  # of 4 steps, for a warm-up of 200
+    assert [line for line in whole if line.endswith("; learning_rate.warmup_steps=1 shortens it")]
+    assert not [
+        line for line in banner(*LANGUAGE_MODEL, "learning_rate.warmup_steps=1") if "within the warm-up" in line
+    ]
 
 
 @pytest.mark.parametrize(("classes", "top5"), [(5, False), (6, True)])
