@@ -20,6 +20,7 @@ from gpipe_cli.commands.train import requested
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.system.source_code import commit_of
 
 ODD = [
@@ -93,6 +94,20 @@ def test_failing_runs_do_not_stop_the_others(
     fine = tmp_path / "sweep" / "model.arguments.way=fine"
     assert read_result(fine)["status"] == "dry_run"
     assert "epochs: 7\n" in (fine / "config.yaml").read_text()
+
+
+def test_the_table_marks_speeds_that_are_no_pipelines_and_has_the_times_of_the_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The time was that of the fork, with the start of its processes, and `gpipe compare` had another one."""
+    monkeypatch.setenv("COLUMNS", "120")
+    given = [*(setting for setting in ODD if setting != "partitions=1"), "+model.arguments.way=fine", "max_steps=1"]
+    two = ["partitions=2", "executor=in_process", "hydra.sweep.dir=sweep", "seed=1,2"]
+    assert command("train", "-m", *given, *two) == 0
+    table = capfd.readouterr().out.partition("sweep sweep")[2]
+    for seed in (1, 2):
+        seconds = MEASURES["seconds"].text(read_result(Path(f"sweep/seed={seed}")))
+        assert re.search(rf"(?m)seed={seed} .* measured_one_device .*{re.escape(seconds)}$", table), table
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ _LIST = (
     Measure("imbalance", "slowest stage over mean", "slowest/mean", SHARE,
             "Of a plan: how much longer the slowest stage takes than the mean of all stages, as a share of that mean.",
             of="imbalance", better="less"),
-    Measure("epochs_done", "epochs", "epochs\ndone", COUNT,
+    Measure("epochs_done", "epochs done", "epochs\ndone", COUNT,
             "Whole epochs done, those before a resume included.", of="epochs"),
     Measure("steps", "steps", "steps", COUNT,
             "Optimizer steps done, those before a resume included.", of="steps"),

@@ -20,6 +20,7 @@ from gpipe_cli.results.measures import MEASURES, SHARE, TRAIN_LOSS, Measure
 from gpipe_cli.units import plural
 
 TRAINED = "completed"
+PIPED = 120  # characters of a table in a pipe or a file, where format=csv is for programs
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
@@ -46,7 +47,7 @@ def _show_rows(console: Console, comparison: Comparison, completed: bool) -> Non
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     leading = [number, *named, *comparison.settings[:naming]]
     columns = [*leading, *results, *comparison.settings[naming:]]
-    show_table(console, Table("", columns, len(leading)), gap=1, elsewhere="format=csv")
+    show_table(console, Table("", columns, len(leading)), gap=1, elsewhere="format=csv", piped=PIPED)
 
 
 def _show_two(console: Console, comparison: Comparison) -> None:
@@ -54,6 +55,8 @@ def _show_two(console: Console, comparison: Comparison) -> None:
     rows: list[tuple[str, ...]] = []
     same: list[str] = []
     for column in comparison.columns:
+        if column.key in ("dataset", "folder"):  # as dataset.name, and as the headings
+            continue
         first, second = column.plain_values
         measure = MEASURES.get(column.key)
         cells = list(map(measure.shown, (first, second))) if measure else column.cells

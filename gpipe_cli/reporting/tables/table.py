@@ -105,15 +105,16 @@ class Table:
         return list(zip(*(column.cells for column in self.columns), strict=True))
 
 
-def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "") -> None:
+def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "", piped: int | None = None) -> None:
     """Print a table in lines that fit the terminal, broken between words only.
 
     A narrow terminal gets the columns that name the rows and, from the left, the others that fit; a line below says
     where all are: `elsewhere`, such as `format=csv`. If that is empty, no column is left out. A pipe or a file gets
-    every column, and one line per row, as with ps and kubectl, for grep and awk.
+    every column, and one line per row, as with ps and kubectl, for grep and awk; of at most `piped` characters, if
+    that is given.
     """
     columns = shown = [column for column in table.columns if column.printed]
-    width = console.width if console.is_terminal else None
+    width = console.width if console.is_terminal else piped
     if width is not None and elsewhere:
         shown = columns[: table.names]
         for column in columns[table.names :]:
