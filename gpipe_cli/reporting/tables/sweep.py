@@ -62,13 +62,20 @@ class Run:
     error: str = ""  # one line, if it failed
 
     @property
+    def refused(self) -> bool:
+        """Whether its settings are impossible together, as gpipe bench calls it; the run did not begin."""
+        return self.exit_code == BAD_INPUT and self.result is None
+
+    @property
     def failed(self) -> bool:
-        return self.exit_code != 0
+        return self.exit_code != 0 and not self.refused
 
     @property
     def status(self) -> str:
         if self.exit_code == INTERRUPTED:
             return "interrupted"
+        if self.refused:
+            return "impossible"
         return f"failed ({self.exit_code})" if self.failed else self.result.status if self.result else "completed"
 
 
@@ -111,7 +118,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
     console.rule(Text(f"sweep {folder}"), align="left")
     show_table(console, Table("", columns, names), elsewhere=f"gpipe compare {shlex.quote(str(folder))} format=csv")
     for run in runs:
-        if run.failed and run.error:
+        if run.error:
             show_text(console, f"run {run.number}: {run.error}")
     if sum(run.result is not None for run in runs) > 1:
         show_facts(console, [("compare", f"gpipe compare {shlex.quote(str(folder))}")])
