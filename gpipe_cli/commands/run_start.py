@@ -50,7 +50,7 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
     ):
         log(f"$ {start.command}")
         if leads() and not sys.stdout.isatty():  # a terminal names it beside what is being done
-            show_line(Console(), f"{named}, into {folder}")
+            show_line(Console(), named)
             name_long_phases()
         with preparing(named):
             if not config.dry_run:
