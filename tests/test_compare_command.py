@@ -125,6 +125,23 @@ def test_a_resumed_run_is_compared_without_a_warning(place: Path, tmp_path: Path
         )  # fmt: skip
 
 
+def test_runs_that_differ_in_the_seed_only_get_means_and_a_table_for_papers(compare: Compare, tmp_path: Path) -> None:
+    for seed, top1 in ((1, 0.25), (2, 0.5), (3, 0.75)):
+        shutil.copytree("outputs/sweep/K1", run := tmp_path / "seeds" / f"{seed}")
+        result = read_result(run)
+        result["config"]["seed"], result["test"]["top1"] = seed, top1
+        write_result(run, result)
+    shown = " ".join(compare(tmp_path / "seeds")[1].split())
+    assert "over seeds mean +- deviation: test top-1 50.0 +- 25.0 %" in shown
+    lines = compare(tmp_path / "seeds", "format=latex")[1].splitlines()
+    assert (lines[1], lines[-2:]) == (r"\toprule", [r"\bottomrule", r"\end{tabular}"])
+    assert len({line.count(" & ") for line in lines if line.endswith(r"\\")}) == 1
+    assert r" & top-1 \% & " in lines[2]
+    assert lines[-3].startswith(r"mean $\pm$ deviation & ")
+    assert r" & 50.0 $\pm$ 25.0 & " in lines[-3]
+    assert "over seeds" not in compare("outputs/sweep")[1]
+
+
 def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> None:
     """Two rows of three were shown without a word."""
     sweep = tmp_path / "sweep"

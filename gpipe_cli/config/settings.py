@@ -223,6 +223,7 @@ class TrainConfig(PipelineSettings):
     resume: str | None = field(metadata=_PLACE)
     max_restarts: MaxRestarts = field(default=0, metadata=_PLACE)
     dry_run: bool = field(metadata=_INVOCATION)
+    quiet: bool = field(default=False, metadata=_INVOCATION)
     cost: Literal["figures", "measured", "measured_anew"] = field(metadata=_MACHINE)
     checkpoint: CheckpointConfig = field(metadata=_WRITING)
     hardware: groups.HardwareConfig = field(metadata=_STEP)

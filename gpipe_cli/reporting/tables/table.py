@@ -22,7 +22,10 @@ SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's symbols, as c
 LEAST_TEXT = 12  # characters to which a wide column of texts may shrink
 NONE = "-"
 TABLE = "table"
-FORMATS = (TABLE, "json", "csv")  # formats of lists: the first for people, the others for programs
+FORMATS = (TABLE, "json", "csv", "latex")  # formats of lists: the first for people, json and csv for programs
+_LATEX = str.maketrans({character: rf"\{character}" for character in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "\n": " ",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,23 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
 
 
 def formatted(table: Table, form: str) -> str:
-    """A table for programs: `json` or `csv`."""
+    """A table for programs, `json` or `csv`, or for papers, `latex`."""
+    if form == "latex":
+        return to_latex(table)
     return to_csv(table) if form == "csv" else as_json(to_rows(table))
+
+
+def to_latex(table: Table) -> str:
+    """The columns that a console shows, as a `tabular` for LaTeX's package booktabs."""
+    columns = [column for column in table.columns if column.printed]
+
+    def line(cells: Iterable[str]) -> str:
+        return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
+
+    begin = rf"\begin{{tabular}}{{{''.join('r' if column.right else 'l' for column in columns)}}}"
+    rows = map(line, Table("", columns).rows)
+    lines = [begin, r"\toprule", line(column.heading for column in columns), r"\midrule", *rows, r"\bottomrule"]
+    return "\n".join([*lines, r"\end{tabular}", ""])
 
 
 def to_rows(table: Table) -> list[dict[str, Any]]:

@@ -97,6 +97,17 @@ def test_a_run_says_what_its_images_are_and_leaves_out_a_score_that_is_100_perce
     assert ("top-5" in shown, test["top5"] is not None) == (top5, top5)
 
 
+def test_a_quiet_run_prints_errors_and_a_last_line(capfd: pytest.CaptureFixture[str]) -> None:
+    given = [*TINY, "partitions=2", "max_steps=1", "quiet=true"]
+    assert command("train", *given, "run_folder=run") == 0
+    out, err = capfd.readouterr()
+    assert (re.fullmatch(r"completed in .*: 1 step, in run\n", out) is not None, err) == (True, "")
+    assert "memory, MiB" in Path("run/log.txt").read_text()
+    assert command("train", *given, "batch_size=64") == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+
+
 def test_a_preset_is_shown_with_what_it_sets() -> None:
     """`model=transformer_lm dataset=text_files` stopped after 400 steps at width 128, where the model's file has 2048;
     what is typed is not the preset's."""
