@@ -107,7 +107,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
         Column.measured(measure, [measure.value(run.result) for run in runs])
         for measure in (*measures, MEASURES["step_seconds"])
     ]
-    kinds = [run.result and run.result.samples_per_second_kind for run in runs]
+    kinds = [run.result.samples_per_second_kind if run.result else None for run in runs]
     if any(kind not in (None, "measured") for kind in kinds):
         columns.append(Column("speed", cells=[NONE if kind is None else kind for kind in kinds]))
     # a refused run wrote no result, and the microseconds until then mean nothing

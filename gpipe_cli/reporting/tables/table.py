@@ -179,17 +179,15 @@ def to_markdown(table: Table) -> str:
     return headings + ruler + "".join(map(line, table.rows))
 
 
-def to_html(table: Table, links: Sequence[str] = ()) -> str:
-    """The table as a `table` element. ``links``: HTML for a column after the names."""
+def to_html(table: Table) -> str:
+    """The table as a `table` element."""
     heads = []
     for column in table.columns:
         origin = f"<small>{column.origin_line}</small>" if column.origin_line else ""
         heads.append(f'<th scope="col"{_class(column)}>{escape(column.heading)}{origin}</th>')
-    heads[1:1] = ['<th scope="col" class="text">see</th>'] if links else []
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
-    for row, (name, *cells) in enumerate(table.rows):
+    for name, *cells in table.rows:
         line = f'<th scope="row">{escape(name)}</th>'
-        line += f'<td class="text">{links[row]}</td>' if links else ""
         for column, cell in zip(table.columns[1:], cells, strict=True):
             line += f"<td{_class(column, cell)}>{escape(cell)}</td>"
         lines.append(f"<tr>{line}</tr>")
