@@ -88,7 +88,10 @@ def plan(basis: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((
     seconds = tuple(LayerSeconds(forward, forward, backward) for forward, backward in layers)
     unread = dict.fromkeys((field.name for field in fields(Plan)), None)
     values: dict[str, Any] = {
+        "config": configure(*SETTINGS),
         "balance": (3, 2),
+        "recomputed": (3, 3),
+        "device_bytes": (MIB, MIB),
         "costs": StepCosts("measured layers", basis, seconds, (), (), ()),
         "step_seconds": 0.06,
         "breakdown": Breakdown(**shares(0.12)),

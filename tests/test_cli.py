@@ -174,16 +174,30 @@ def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.Capture
     [
         ("optimizer=adamw", "optimizer=adam optimizer.decoupled=true"),
         ("model=resnet50", "model=resnet model.depth=50"),
-        ("model=vit_base_patch16_224", "model=timm model.name=vit_base_patch16_224"),
+        ("model=vit", "model=timm model.name=vit_base_patch16_224 dataset.image_size=224"),
+        ("model=convnext", "model=timm model.name=convnext_atto dataset.image_size=224"),
         ("model=gpt2", "model=hf model.name=gpt2"),
+        ("model=llama", "model=hf model.name=FOLDER"),
+        ("precision=bf16", "precision=bfloat16"),
+        ("recompute=false", "recompute=never"),
+        ("optimizer.lr=0.1", "learning_rate=constant learning_rate.peak=0.1"),
+        ("optimizer.learning_rate=0.1", "learning_rate=constant learning_rate.peak=0.1"),
+        ("partition=4", "partitions=4"),
     ],
 )
-def test_what_other_programs_call_a_choice_is_translated(
+def test_what_other_programs_call_a_setting_is_translated_and_accepted_when_typed(
     typed: str, ours: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """optimizer=adamw was answered by adam, whose weight decay is another one."""
-    assert refused(capsys, "train", typed).endswith(f"{typed}: there is no such choice; write {ours}")
-    assert main(["train", *ours.split(), "--cfg", "job"]) == 0
+    """optimizer=adamw was answered by adam, whose weight decay is another one; optimizer.lr=0.1 by learning_rate, which
+    takes no number."""
+    line = refused(capsys, "train", typed)
+    meant = re.search(r"(?:write|for example) (\S+=\S+(?: \S+=[^\s,;]+)*)", line)
+    named = re.search(r"did you mean (\w+)\?", line)
+    assert (meant[1].rstrip(",;") if meant else f"{named and named[1]}={typed.partition('=')[2]}") == ours, line
+    if "model=hf" not in ours:
+        assert main(["train", *ours.split(), "dry_run=true", "hardware=cpu"]) == 0
+    else:  # what it names is not here
+        assert main(["train", *ours.split(), "--cfg", "job"]) == 0
 
 
 @pytest.mark.parametrize("words", ["list runs", "train"])
@@ -212,7 +226,7 @@ def test_interrupted_before_it_has_begun_it_says_so(moment: str, line: str) -> N
     command = [sys.executable, "-c", INTERRUPTED, moment, *line.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (130, f"gpipe {line.split()[0]}: interrupted\n")
-    assert ("into outputs/" in ended.stdout) == (line == "train"), "the first line does not wait for torch"
+    assert ended.stdout.startswith("AmoebaNet-D (6, 16) on digits") == (line == "train"), "it does not wait for torch"
     assert "model  " not in ended.stdout
     assert list(Path().iterdir()) == [], "nothing is left behind"
 

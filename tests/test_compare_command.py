@@ -85,7 +85,7 @@ def test_of_two_runs_all_that_differs_is_shown(
         return {first: cells for first, *cells in lines}, shown
 
     found, shown = differing()
-    assert found["differs"] == ["partitions=1", "partitions=2", "difference"]
+    assert found["differs"] == ["one", "two", "difference"], "the names that were given"
     assert found["partitions"] == ["1", "2"]
     assert re.fullmatch(r"[+-][\d,.]+ %", found["samples/s"][2])
     assert "test loss " in found["the same"][0]
@@ -103,6 +103,43 @@ def test_of_two_runs_all_that_differs_is_shown(
     assert found["test top-1"][2] == "-12.50 points"
     first, second = rows(compare(*runs, "format=csv")[1])
     assert (first["version of timm"], first["partitions"], second["partitions"]) == ("0.0.1", "1", "2")
+
+
+def test_a_resumed_run_is_compared_without_a_warning(place: Path, tmp_path: Path) -> None:
+    """TensorBoard's reader warned of the steps that were repeated, and a run that began later than another one was said
+    to differ from its first step on."""
+    first, resumed, later = (tmp_path / name for name in ("first", "resumed", "later"))
+    given = [*RUN, "partitions=1", "epochs=2", "checkpoint.every_steps=1"]
+    assert command("train", *given, f"run_folder={first}") == 0
+    shutil.copytree(first, resumed, symlinks=True)
+    shutil.rmtree(resumed / "checkpoints/step_00000002")
+    assert command("train", f"resume={resumed}", f"run_folder={resumed}", "max_steps=4") == 0
+    assert command("train", f"resume={first}", f"run_folder={later}", "max_steps=4") == 0
+    program = Path(sys.executable).with_name("gpipe")
+    for other in (first, later):
+        ended = subprocess.run([program, "compare", resumed, other], capture_output=True, text=True, check=True)
+        assert ended.stderr == ""
+        assert "differs from step" not in ended.stdout
+        assert [line.split()[:2] for line in ended.stdout.splitlines() if line.startswith("epochs")] in (
+            [], [["epochs", "done"]],
+        )  # fmt: skip
+
+
+def test_runs_that_differ_in_the_seed_only_get_means_and_a_table_for_papers(compare: Compare, tmp_path: Path) -> None:
+    for seed, top1 in ((1, 0.25), (2, 0.5), (3, 0.75)):
+        shutil.copytree("outputs/sweep/K1", run := tmp_path / "seeds" / f"{seed}")
+        result = read_result(run)
+        result["config"]["seed"], result["test"]["top1"] = seed, top1
+        write_result(run, result)
+    shown = " ".join(compare(tmp_path / "seeds")[1].split())
+    assert "over seeds mean +- deviation: test top-1 50.0 +- 25.0 %" in shown
+    lines = compare(tmp_path / "seeds", "format=latex")[1].splitlines()
+    assert (lines[1], lines[-2:]) == (r"\toprule", [r"\bottomrule", r"\end{tabular}"])
+    assert len({line.count(" & ") for line in lines if line.endswith(r"\\")}) == 1
+    assert r" & top-1 \% & " in lines[2]
+    assert lines[-3].startswith(r"mean $\pm$ deviation & ")
+    assert r" & 50.0 $\pm$ 25.0 & " in lines[-3]
+    assert "over seeds" not in compare("outputs/sweep")[1]
 
 
 def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> None:

@@ -43,6 +43,23 @@ def test_a_plan_is_shown_and_written(capsys: pytest.CaptureFixture[str]) -> None
     assert "everything below is predicted" in shown
 
 
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ("recompute=never", "share of the whole step"),
+        ("recompute=always", "recomputation fills"),
+        ("recompute=never schedule=interleaved partitions=4 stages_per_process=2", "schedule=interleaved"),
+    ],
+)
+def test_why_the_bubble_is_below_the_ideal_one(settings: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Recomputation was named where nothing is recomputed, too."""
+    read = plan(*PLAN, "partitions=2", *settings.split())
+    assert read["bubble"] < read["ideal_bubble"]
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("ideal bubble"))
+    causes = ("share of the whole step", "recomputation fills", "schedule=interleaved")
+    assert [named for named in causes if named in line] == [cause]
+
+
 def test_a_training_chooses_too_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*TINY, "batch_size=8", "partitions=auto", "micro_batches=auto", "dry_run=true", "run_folder=dry"]
     assert command("train", *settings) == 0

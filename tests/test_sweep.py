@@ -20,6 +20,7 @@ from gpipe_cli.commands.train import requested
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.system.source_code import commit_of
 
 ODD = [
@@ -84,15 +85,44 @@ def test_failing_runs_do_not_stop_the_others(
     monkeypatch.setenv("COLUMNS", "120")  # on a busy machine times are longer words
     assert command("train", *options, *ODD, ways, "dry_run=true") == 1
     output = capfd.readouterr().out
-    statuses = {"wrong": "failed (2)", "exits": "failed (7)", "fine": "dry_run"}
+    statuses = {"wrong": "impossible", "exits": "failed (7)", "fine": "dry_run"}
     for number, (way, status) in enumerate(statuses.items(), start=1):
         assert re.search(rf"(?m)^ *{number} +[\d-]+ +[\d-]+ +model.arguments.way={way} +{re.escape(status)} ", output)
-    assert re.search(r"\nfailed \(2\) model.arguments.way=wrong: .*: way=wrong: cannot be", output), "at once"
+    assert re.search(r"\nimpossible model.arguments.way=wrong: .*: way=wrong: cannot be", output), "at once"
     assert re.search(r"\nrun 1: .*: way=wrong: cannot be", output), "and below the table"
     assert "\nrun 2: exit code 7\n" in output
     fine = tmp_path / "sweep" / "model.arguments.way=fine"
     assert read_result(fine)["status"] == "dry_run"
     assert "epochs: 7\n" in (fine / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["train", "bench"])
+def test_an_impossible_cell_is_a_row_and_no_failure(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """gpipe train ended with 1 and proposed to resume the sweep, gpipe bench with 0."""
+    settings = ["+model.arguments.way=fine", "hydra.sweep.dir=sweep", "partitions=20,1"]
+    settings += ["max_steps=1"] if name == "train" else ["steps=1", "warm_up_steps=0", "rounds=1"]
+    given = [
+        setting for setting in ODD if not setting.startswith(("partitions=", "checkpoint" if name == "bench" else "-"))
+    ]
+    assert command(name, "-m", *given, *settings) == 0
+    table = capfd.readouterr().out.partition("sweep sweep")[2]
+    assert re.search(r"(?m)^.*\b20 .* impossible ", table)
+    assert re.search(r"(?m): partitions=20: the model has only \d+ layer.*; use partitions=", table)
+    assert "resume" not in table
+
+
+def test_the_table_marks_speeds_that_are_no_pipelines_and_has_the_times_of_the_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The time was that of the fork, with the start of its processes, and `gpipe compare` had another one."""
+    monkeypatch.setenv("COLUMNS", "120")
+    given = [*(setting for setting in ODD if setting != "partitions=1"), "+model.arguments.way=fine", "max_steps=1"]
+    two = ["partitions=2", "executor=in_process", "hydra.sweep.dir=sweep", "seed=1,2"]
+    assert command("train", "-m", *given, *two) == 0
+    table = capfd.readouterr().out.partition("sweep sweep")[2]
+    for seed in (1, 2):
+        seconds = MEASURES["seconds"].text(read_result(Path(f"sweep/seed={seed}")))
+        assert re.search(rf"(?m)seed={seed} .* measured_one_device .*{re.escape(seconds)}$", table), table
 
 
 @pytest.mark.parametrize(
@@ -141,11 +171,11 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert read_result(held)["status"] == "interrupted"
     before = (first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns
     (tmp_path / "go").touch()
-    assert command(*goes_on) == 1, "the third run is impossible"
+    assert command(*goes_on) == 0, "the third run is impossible"
     output = capfd.readouterr().out
     assert "run 1 of 3: micro_batches=1: completed before, skipped\n" in output
     assert len(re.findall(r"(?m)^ *[12] +\d +[12] +completed ", output)) == 2, "both are in the table"
-    assert f"\nresume with  gpipe {rest}\n" in output
+    assert "resume with" not in output
     assert ((first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns) == before
     result = read_result(held)
     assert (result["status"], result["steps"], result["resumed_from"]) == ("completed", 4, str(held))

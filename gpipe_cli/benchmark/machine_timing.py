@@ -34,7 +34,7 @@ from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.gpus import Gpu, driver_version
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.phase import phase
-from gpipe_cli.units import plural
+from gpipe_cli.units import duration, plural, size
 
 Log = Callable[[str], None]
 
@@ -103,8 +103,8 @@ def _times_of_machine(
 ) -> LayerTimes | None:
     """The remembered times of the layers, or what a timing finds; None, after a line, if they cannot be timed."""
     devices = layout.devices
-    if (samples := _sizes(config, profile, layout)) is None:
-        log("the layers are too large to be timed in seconds; predicting by a data sheet")
+    if isinstance(samples := _sizes(config, profile, layout), str):
+        log(f"the layers are not timed, as {samples}; predicting by a data sheet")
         return None
     facts = facts | _machine_facts(layout) | {"version": _VERSION, "samples": samples}
     file = _folder() / "costs" / f"{digest_of('layer seconds', facts)}.json"
@@ -162,22 +162,24 @@ def _replays(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool
     return replays_graphs(config) and not layout.on_cpu and not profile.shared
 
 
-def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[int, int] | None:
+def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[int, int] | str:
     """The samples of the two micro-batches that are timed, whatever M is: a quarter of a pipeline's samples, and a
-    quarter of that. They are halved while a pass takes long by the data sheet, or a layer does not fit the memory; None
-    if the smallest take too long, too."""
+    quarter of that. They are halved while a pass takes long by the data sheet, or a layer does not fit the memory; the
+    reason if even the smallest take too long or too much."""
     by_sheet = partial(predicted_costs, replace(config, partition=PartitionConfig(None)), profile, layout)
 
-    def too_large(samples: int, most_seconds: float) -> bool:
+    def too_large(samples: int, most_seconds: float) -> str:
         seconds = sum(layer.forward + layer.graph + layer.backward for layer in by_sheet(samples=samples).layers)
-        fullest = max(_bytes_of_layers(profile, samples))
-        return seconds > most_seconds or fullest > _bytes_for_layers(config, layout)
+        if seconds > most_seconds:
+            return f"a pass of {plural(samples, 'sample')} would take {duration(seconds)}"
+        fullest, available = max(_bytes_of_layers(profile, samples)), _bytes_for_layers(config, layout)
+        return f"a layer needs {size(fullest)}, and half the memory is {size(available)}" if fullest > available else ""
 
     samples = max(_LEAST_SAMPLES, _samples(config, profile) // 4)
     while samples >= 2 * _LEAST_SAMPLES and too_large(samples, _PASS_SECONDS):
         samples //= 2
-    if too_large(samples, _MOST_PASS_SECONDS):
-        return None
+    if why := too_large(samples, _MOST_PASS_SECONDS):
+        return why
     return max(2, samples // 4), samples
 
 

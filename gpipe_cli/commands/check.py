@@ -18,6 +18,7 @@ from gpipe_cli.system.interrupts import import_apart
 REFUSED = {
     "resume": "a check runs the first mini-batch of a training; leave it out, or take its weights by init_from=...",
     "dry_run": "a check trains nothing in any case; leave it out",
+    "quiet": "the table is the result; leave it out",
 }
 
 

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from gpipe_cli.config.comments import GROUPS, of_choices
-from gpipe_cli.config.did_you_mean import CHOICES_ELSEWHERE, ELSEWHERE, nearest
+from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest, written_here
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, shortened
 from gpipe_cli.errors import InputError
@@ -178,11 +177,15 @@ def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, o
 
 
 def _elsewhere(group: str, choice: str) -> str:
-    """How a choice that other programs have is written here; "" for an unknown choice."""
-    for pattern, ours in CHOICES_ELSEWHERE.items():
-        if fnmatchcase(f"{group}={choice}", pattern):
-            return ours.format(choice)
-    return f"model=timm model.name={choice}" if group == "model" and timm_models().get(choice) else ""
+    """How a choice that other programs have, or a model or a family of timm's, is written here; "" if unknown."""
+    if (written := written_here(group, choice)) or group != "model":
+        return written
+    chains = [name for name, row in timm_models().items() if row and name.startswith(choice)]
+    if not chains or len(choice) < 3:
+        return ""
+    name = min(chains, key=len)  # that of the choice itself, if there is one
+    size = re.search(r"(?:patch|mixer_\w)\d+_(\d+)$", name)  # others take many sizes, but not all take that of digits
+    return f"model=timm model.name={name} dataset.image_size={size[1] if size else 224}"
 
 
 def translated(error: Exception) -> InputError:

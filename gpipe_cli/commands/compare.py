@@ -21,11 +21,13 @@ Usage: gpipe compare RUN [RUN ...] [format=FORMAT]
 RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, or outputs.
 All speeds, bubbles and memory in one column were measured. Runs that failed and runs of different models are shown,
 with a note that says what cannot be compared. Below a sweep its settings that were refused are named, such as more
-partitions than there are layers. Of two runs all that differs is shown, a row for each setting, version and result.
+partitions than there are layers. Of two runs all that differs is shown, a row for each setting, version and result. Of
+runs that differ in their seeds only, mean and standard deviation are shown, too.
 
 Settings
   format             table: columns that the terminal has room for |
-                     json, csv: all columns, numbers with all their digits
+                     json, csv: all columns, numbers with all their digits |
+                     latex: a tabular for the package booktabs
 
 Examples
   gpipe compare outputs/2026-01-31_12-00-00_sweep
@@ -82,7 +84,7 @@ def _compare(folders: Sequence[Path], form: str) -> int:
     if form == TABLE:
         show_comparison(Console(), comparison)
     else:
-        sys.stdout.write(formatted(all_columns(comparison), form))
+        sys.stdout.write(formatted(all_columns(comparison, with_deviations=form == "latex"), form))
     return 0
 
 

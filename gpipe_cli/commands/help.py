@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     # headings begin with `setting=choice`
     entries = [entry for entry in entries_of.get(value, []) if entry[0].partition("  ")[0] == topic]
     if not entries:
-        same_topics = [name for name in entries_of if _plain(name) == _plain(key)]
+        headings = {_plain(" ".join(measure.heading.split())): measure.key for measure in MEASURES.values()}
+        same_topics = [name for name in entries_of if _plain(key) == _plain(name) or name == headings.get(_plain(key))]
         entries = [entry for name in same_topics for entry in entries_of[name]]
     if not entries:
         with suppress(InputError):  # the topic may be a word in the texts of other topics

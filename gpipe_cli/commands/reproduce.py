@@ -63,6 +63,7 @@ Examples
 """
 REFUSED = {
     **dict.fromkeys(("resume", "hydra.sweep.dir"), "a recipe makes its own folders; give output=FOLDER"),
+    "quiet": "a recipe's commands print into log.txt; leave it out",
     "dry_run": "a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true",
 }
 RUNS_ONE = "gpipe reproduce NAME runs one, gpipe reproduce all runs all"

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +19,9 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun, waiting_at_most
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import log, logging_to, show_line
+from gpipe_cli.reporting.run.summary import outcome_of
 from gpipe_cli.reporting.tables.table import SYMBOLS
-from gpipe_cli.results.run import Start, to_the_second
+from gpipe_cli.results.run import Start, run_result_or_none, to_the_second
 from gpipe_cli.system.interrupts import import_apart
 from gpipe_cli.system.phase import name_long_phases
 
@@ -43,14 +45,16 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
     if leads() and not config.dry_run and not again:  # a complete run needs its data no more
         refuse_missing_data(config)
     named = _named(config, request.auto)
+    printed = sys.stdout
     with (
+        redirect_stdout(open(os.devnull, "w", encoding="utf-8")) if config.quiet else nullcontext(),
         run_folder(config, started, request.auto, what, again=again) as folder,
         logging_to(folder if leads() else None),
         waiting_at_most(config.timeout_seconds),
     ):
         log(f"$ {start.command}")
         if leads() and not sys.stdout.isatty():  # a terminal names it beside what is being done
-            show_line(Console(), f"{named}, into {folder}")
+            show_line(Console(), named)
             name_long_phases()
         with preparing(named):
             if not config.dry_run:
@@ -59,7 +63,10 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
             from gpipe_cli.commands.training_run import launch
 
             request = replace(request, config=config)
-            return launch(request, folder, start, again=again, guided=guided and not torchrun())
+            code = launch(request, folder, start, again=again, guided=guided and not torchrun())
+    if config.quiet and leads() and (result := run_result_or_none(folder)) is not None:
+        printed.write(f"{outcome_of(result)[0]}, in {folder}\n")
+    return code
 
 
 def refuse_missing_data(config: TrainConfig) -> None:

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     line.refuse(
         {
             **dict.fromkeys(("run_folder", "output"), "the site is written into FOLDER; leave it out"),
-            **dict.fromkeys(("resume", "dry_run"), "a site runs nothing; leave it out"),
+            **dict.fromkeys(("resume", "dry_run", "quiet"), "a site runs nothing; leave it out"),
             "presets": _NO_PRESETS,
         }
     )

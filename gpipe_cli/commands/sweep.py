@@ -221,7 +221,7 @@ class Sweep:
         attempt = replace(attempt, exit_code=ending.exit_code, seconds=time.monotonic() - begin, error=error)
         self._folder.record(attempt)
         run = self._run(attempt, cell)
-        if run.failed:
+        if run.exit_code:
             why = "" if self._ended in (KeyboardInterrupt, Stopped) else f": {error}"
             self._say(Text.assemble((self._status(run), "red"), f" {cell.name}{why}"), always=True)
         return run

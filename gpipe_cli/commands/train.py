@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
 
     tree = sweep.compose(line, show)
     if tree is None:
-        return 1 if any(run.failed for run in sweep.runs) else 0
+        runs = sweep.runs
+        return 1 if any(run.failed for run in runs) or (runs and all(run.refused for run in runs)) else 0
     return perform(requested(tree, line.overrides), "train", *arguments, guided=True)
 
 

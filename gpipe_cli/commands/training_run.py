@@ -41,7 +41,7 @@ from gpipe_cli.training.checkpoint.restore import (
 from gpipe_cli.training.data_feed import refuse_data
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
-from gpipe_cli.training.milestones import progress_if_complete
+from gpipe_cli.training.milestones import progress_if_complete, starting_point
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
@@ -181,6 +181,7 @@ def find_source(config: TrainConfig) -> Path | None:
         refuse_other_optimizer(config, saved)
         checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told
+        starting_point(config, checkpoint)  # refuses other mini-batches, before layers are timed
         if (best := lost_best(checkpoint)) is not None:
             show_error(f"warning: {best}: the best checkpoint is not there any more; the next evaluation is the best")
         return checkpoint

@@ -2,18 +2,32 @@
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
 
-# Name of a setting in other programs -> ours, where they are too different for `nearest`.
-ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
-# Pattern of GROUP=NAME in other programs -> how it is written here, {} standing for the name.
-CHOICES_ELSEWHERE = {
+# Name of a setting in other programs, in any group -> ours, where they are too different for `nearest`.
+ELSEWHERE = dict.fromkeys(("lr", "learning_rate"), "learning_rate=constant learning_rate.peak")
+# Pattern of SETTING=VALUE in other programs -> how it is written here, {} standing for the value.
+_VALUES_ELSEWHERE = {
+    **dict.fromkeys(("precision=bf16*", "precision=*16*", "precision=half"), "precision=bfloat16"),
+    "precision=fp32": "precision=float32",
+    **dict.fromkeys(("recompute=true", "recompute=yes", "recompute=full"), "recompute=always"),
+    **dict.fromkeys(("recompute=false", "recompute=no"), "recompute=never"),
     "optimizer=adamw": "optimizer=adam optimizer.decoupled=true",
+    "model=vit": "model=timm model.name=vit_base_patch16_224 dataset.image_size=224",
     **{f"model=resnet{depth}": f"model=resnet model.depth={depth}" for depth in (18, 34, 50, 101, 152)},
+    # names on the hub, and names of families
+    **dict.fromkeys(("model=gpt2*", "model=bert-*", "model=t5-*"), "model=hf model.name={}"),
     **dict.fromkeys(
-        (f"model={family}*" for family in ("gpt2", "llama", "mistral", "qwen", "gemma", "bert", "t5", "flan-t5")),
-        "model=hf model.name={}",
+        (f"model={name}*" for name in ("llama", "mistral", "qwen", "gemma", "olmo", "phi", "bert", "t5", "flan-t5")),
+        "model=hf model.name=FOLDER, that of its config.json, or its name on the hub",
     ),
 }
+
+
+def written_here(key: str, value: object) -> str:
+    """How a value that other programs have is written here; "" for any other."""
+    written = (ours for theirs, ours in _VALUES_ELSEWHERE.items() if fnmatchcase(f"{key}={value}", theirs))
+    return next(written, "").format(value)
 
 
 def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:

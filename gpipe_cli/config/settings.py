@@ -223,6 +223,7 @@ class TrainConfig(PipelineSettings):
     resume: str | None = field(metadata=_PLACE)
     max_restarts: MaxRestarts = field(default=0, metadata=_PLACE)
     dry_run: bool = field(metadata=_INVOCATION)
+    quiet: bool = field(default=False, metadata=_INVOCATION)
     cost: Literal["figures", "measured", "measured_anew"] = field(metadata=_MACHINE)
     checkpoint: CheckpointConfig = field(metadata=_WRITING)
     hardware: groups.HardwareConfig = field(metadata=_STEP)
@@ -273,6 +274,12 @@ class TrainConfig(PipelineSettings):
         if isinstance(self.model, groups.TransformerNMTConfig) or groups.has_pairs(self.dataset):
             return "translation"
         return "language_model"
+
+    @property
+    def has_top5(self) -> bool:
+        """Whether top-5 is counted: of five classes or fewer it is always 100 %, and of masks nobody gives it."""
+        dataset = self.dataset
+        return isinstance(dataset, groups.ImagesConfig) and not dataset.masks and dataset.model_classes > 5
 
     @property
     def text(self) -> bool:

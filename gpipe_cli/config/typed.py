@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest
+from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest, written_here
 from gpipe_cli.errors import InputError
 
 T = TypeVar("T")
@@ -100,8 +100,15 @@ def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
         return SettingError(key, value, f"{why}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
         return RefusedError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
-    elsewhere = f"; write {ELSEWHERE[key]}={show(value)}" if key in ELSEWHERE else nearest(key, choices)
+    ours = ELSEWHERE.get(key.rpartition(".")[2])
+    elsewhere = f"; write {ours}={show(value)}" if ours else nearest(key, _taking(value, choices))
     return SettingError(key, value, f"there is no such setting{elsewhere}; --cfg job lists all")
+
+
+def _taking(value: object, keys: Sequence[str]) -> list[str]:
+    """The settings that may take a value: a group takes the name of a choice only."""
+    groups = () if isinstance(value, str) else {key.rpartition(".")[0] for key in keys}
+    return [key for key in keys if key not in groups]
 
 
 def quoted(value: object) -> str:
@@ -171,7 +178,8 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: in
     if _is_group(kind):
         if isinstance(value, dict):
             return _group(kind, value, key, keys)
-        allowed = f"is a group of settings; set one of them, e.g. {key}.{fields(kind)[0].name}=..."
+        meant = nearest(key, _taking(None, keys), least=0.9)
+        allowed = "is a group of settings" + (meant or f"; set one of them, e.g. {key}.{fields(kind)[0].name}=...")
     elif get_origin(kind) is dict:
         if isinstance(value, dict):
             return value
@@ -180,7 +188,8 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: in
         if any(type(value) is type(word) and value == word for word in get_args(kind)):
             return value
         words = [show(word) for word in get_args(kind)]
-        allowed = f"must be one of {', '.join(words)}; for example {key}={f'[{words[0]}]' if listed else words[0]}"
+        meant = written_here(key, show(value)) or f"{key}={f'[{words[0]}]' if listed else words[0]}"
+        allowed = f"must be one of {', '.join(words)}; for example {meant}"
     elif get_origin(kind) is tuple:
         item_kind, *more = get_args(kind)
         length = None if more == [...] else 1 + len(more)

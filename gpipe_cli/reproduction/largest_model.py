@@ -29,6 +29,7 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
     precisions = ["float32", "bfloat16"]
     wanted = [(1, True), *((partitions, False) for partitions in results["measured"])]
     if runner.scale == "smoke":
+        results["left_out"] = f"{sizes[1]['name']} to {sizes[-1]['name']}"
         sizes, precisions, wanted = sizes[:1], precisions[:1], wanted[:1]
     trained = [row for k, naive in wanted if (row := train(k, naive, results, runner))]
     paper = runner.with_settings().without("cost")  # no layer of that size is timed on this device

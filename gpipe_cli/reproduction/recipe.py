@@ -137,7 +137,10 @@ class Recipe:
             notes.append(("scaled down", self.desk.scaled))
         if scale == "smoke":
             smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
-            notes.append(("scaled down", f"shows that the code runs; numbers mean nothing{smaller}"))
+            whole = any(run.command == "simulated" and run.paper_size for run in self.experiment.runs)
+            means = "what is simulated is at the paper's size, what is measured" if whole else "numbers"
+            mean = "means" if whole else "mean"
+            notes.append(("scaled down", f"shows that the code runs; {means} {mean} nothing{smaller}"))
         notes += [*(("our choice", choice) for choice in self.choices), *findings.notes]
         columns = [column for table in findings.tables for column in table.columns]
         if not findings.comparable and any(column.origin == "difference" for column in columns):

@@ -206,10 +206,10 @@ _LIST = (
     Measure("utilisation", "utilisation", "utilisation", SHARE,
             "Of a plan: the model's operations, recomputation not counted, as a share of what the planned devices "
             "could do in the predicted step.", of="utilisation", better="more"),
-    Measure("imbalance", "imbalance", "imbalance", SHARE,
+    Measure("imbalance", "slowest stage over mean", "slowest/mean", SHARE,
             "Of a plan: how much longer the slowest stage takes than the mean of all stages, as a share of that mean.",
             of="imbalance", better="less"),
-    Measure("epochs_done", "epochs", "epochs\ndone", COUNT,
+    Measure("epochs_done", "epochs done", "epochs\ndone", COUNT,
             "Whole epochs done, those before a resume included.", of="epochs"),
     Measure("steps", "steps", "steps", COUNT,
             "Optimizer steps done, those before a resume included.", of="steps"),
@@ -223,7 +223,8 @@ _LIST = (
             "the median over the steps.", of="without_core", better="less"),
     Measure("train_loss", "train loss", "train loss", LOSS,
             "The loss that training minimizes, averaged over a step's mini-batch, with label smoothing and auxiliary "
-            "head.", tag="train/loss", better="less"),
+            "head. The column train loss that a run prints is comparable with test_loss: train_cross_entropy, averaged "
+            "over the epoch so far.", tag="train/loss", better="less"),
     Measure("train_cross_entropy", "train cross-entropy", "cross-entropy", LOSS,
             "Mean cross-entropy of a step's mini-batch, in nats, comparable with test_loss.",
             tag="train/cross_entropy", better="less"),

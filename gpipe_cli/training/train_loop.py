@@ -314,7 +314,7 @@ def _step_done(
         loss=loss,
         cross_entropy=cross_entropy,
         top1=top1,
-        top5=top5 if config.task == "classification" else None,
+        top5=top5 if config.has_top5 else None,
         epoch_cross_entropy=epoch_cross_entropy,
         epoch_top1=epoch_top1,
         learning_rate=step.rate,
@@ -331,7 +331,7 @@ def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.
     text = config.text
     loss, _, top1, top5 = totals.means
     tokens = totals.elements if text else None
-    return events.Scores(tokens, loss, top1, top5 if config.task == "classification" else None, averaged)
+    return events.Scores(tokens, loss, top1, top5 if config.has_top5 else None, averaged)
 
 
 def _refuse_other_cuts(control: ControlGroup, spec: PipelineSpec) -> None:

@@ -138,7 +138,7 @@ def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch:
 def test_what_cannot_be_timed_is_planned_by_the_data_sheet(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that is too large, or a model that fails, as the run then will: it says why."""
     fails = ("model=custom", "model.target=custom_models:wants_no_values")
-    for settings, memory, line in (((), 1000, "too large to be timed"), (fails, 2**40, "cannot be timed")):
+    for settings, memory, line in (((), 1000, "a layer needs"), (fails, 2**40, "cannot be timed")):
         monkeypatch.setattr(timing, "usable_memory_bytes", lambda memory=memory: memory)
         config = configure(*(TINY[2:] if settings else TINY), *settings, "partitions=1")
         costs, lines = timed(config, profile_model(config))

@@ -269,5 +269,5 @@ def test_each_setting_says_what_depends_on_it() -> None:
     """In place of lists of names in six files, in some of which a new setting was silently wrong."""
     assert all(isinstance(setting.metadata["decides"], Decides) for setting in fields(TrainConfig))
     assert set(deciding(Decides.SECONDS)) <= set(deciding(Decides.LAYERS)), "what is timed is traced"
-    assert set(OF_INVOCATION) == {"resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps"}
+    assert set(OF_INVOCATION) == {"resume", "max_restarts", "run_folder", "output", "dry_run", "quiet", "max_steps"}
     assert {"partitions", "micro_batches", "seed", "threads"}.isdisjoint(deciding(Decides.LAYERS))

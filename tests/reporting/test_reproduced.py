@@ -1,8 +1,12 @@
 """The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are those of the tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from browser import NEEDED, opened_page
 
 from gpipe_cli.reporting.reproduced.page import write_report
 from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
@@ -10,6 +14,9 @@ from gpipe_cli.reporting.reproduced.verdict import Verdict, verdicts
 from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Origin, Table
 from gpipe_cli.units import count
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 
 def numbers(heading: str, origin: Origin, values: Sequence[float | None], form: str, quantity: str = "") -> Column:
@@ -80,6 +87,37 @@ def test_the_page_has_names_as_text(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<i>" not in page
     assert 'id="&lt;i&gt;&quot;name"' in page
+
+
+@pytest.fixture(scope="module")
+def page() -> "Iterator[Page]":
+    yield from opened_page()
+
+
+class TestInABrowser:
+    pytestmark = NEEDED
+
+    @pytest.mark.parametrize("width", [1400, 800, 480])
+    def test_the_claims_are_read_without_scrolling(self, width: int, page: "Page", tmp_path: Path) -> None:
+        """The verdict, the last column, was cut at the table's edge; a claim about eight partitions stood above rows
+        about one, without a word."""
+        claim = "Eight partitions make room for a model with 22 times as many parameters as one accelerator without any"
+        notes = (("left out", "no rows of Pipeline-8 at scale=smoke"), *FOUND.notes)
+        named = replace(FOUND, name="table3_no_fast_interconnect", claim=claim, notes=notes)
+        write_report(tmp_path, [named, FOUND], {})
+        page.set_viewport_size({"width": width, "height": 1000})
+        page.goto((tmp_path / "report.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        groups = page.locator(".claims tbody")
+        assert "as one accelerator without any; no rows of Pipeline-8 at" in groups.nth(0).inner_text()
+        verdicts_right = (
+            "[...document.querySelectorAll('.claims td:last-child')].map(cell => cell.getBoundingClientRect().right)"
+        )
+        rights = page.evaluate(verdicts_right)
+        assert len(rights) == 2 * groups.nth(1).locator("td:last-child").count() > 0
+        assert max(rights) <= width
+        rows = groups.nth(1).locator("td:last-child").all_inner_texts()
+        assert rows == sorted(rows, key="not comparable".__eq__), "what can be compared comes first"
 
 
 def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:

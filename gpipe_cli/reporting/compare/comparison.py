@@ -1,7 +1,8 @@
 """The columns of a comparison: settings in which runs differ, and results (as in the paper's tables 2, 3, 4 and 5).
 
 Settings that are the same in all runs are left out, but for K and M. Rows are named by the settings that differ, if
-they are few (`partitions=2`), else by folders. Measured, predicted and ideal values have separate columns.
+they are few (`partitions=2`), else by folders, as two runs always are. Measured, predicted and ideal values have
+separate columns.
 """
 
 import json
@@ -43,8 +44,11 @@ class Comparison:
         return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
 
     def referred(self, positions: Sequence[int]) -> str:
-        """The runs at `positions`, for a sentence: `partitions=2, partitions=4`, or by number, `runs 1 to 4, 7`."""
-        if self.by_settings:
+        """The runs at `positions`, for a sentence: `all runs`; `partitions=2, partitions=4`; of two, the name; or by
+        number, `runs 1 to 4, 7`."""
+        if len(positions) == len(self.runs) > 1:
+            return "both runs" if len(positions) == 2 else "all runs"
+        if self.by_settings or len(self.runs) == 2:
             return listed([self.names[position] for position in positions])
         run = "run" if len(positions) == 1 else "runs"
         return f"{run} {listed(spans([position + 1 for position in positions], ' to '))}"
@@ -55,7 +59,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     keys = differing(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
     settings = [*SYMBOLS, *(key for key in keys if key not in SYMBOLS)]  # K and M even if they do not differ
-    return Comparison(runs, names(runs), _by_settings(keys), [_setting(key, runs) for key in settings], results)
+    return Comparison(runs, names(runs), _by_settings(runs, keys), [_setting(key, runs) for key in settings], results)
 
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
@@ -79,7 +83,9 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """A different name for each run: `partitions=2`, or a piece of its folder's name."""
     keys = differing(runs)
-    parts = _settings(runs, keys) if _by_settings(keys) else _folders([run.folder.resolve().parts for run in runs])
+    parts = (
+        _settings(runs, keys) if _by_settings(runs, keys) else _folders([run.folder.resolve().parts for run in runs])
+    )
     return [
         name if parts.count(name) == 1 and name else f"{name} #{number}".strip()
         for number, name in enumerate(parts, start=1)
@@ -93,9 +99,9 @@ def listed(words: Sequence[str]) -> str:
     return separator.join([*words[:MOST_LISTED], *more])
 
 
-def _by_settings(keys: Sequence[str]) -> bool:
-    """Whether few enough settings differ to name the runs by them."""
-    return 0 < len(keys) <= MOST_NAMING
+def _by_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
+    """Whether few enough settings differ to name the runs by them. Two runs keep their names: the settings are rows."""
+    return len(runs) != 2 and 0 < len(keys) <= MOST_NAMING
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:

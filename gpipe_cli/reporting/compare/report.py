@@ -7,6 +7,8 @@ hardware of its tables 2 and 3 and the data sets of table 4, but the runs compar
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import mean, stdev
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from gpipe_cli.results.measures import MEASURES, SHARE, TRAIN_LOSS, Measure
 from gpipe_cli.units import plural
 
 TRAINED = "completed"
+PIPED = 120  # characters of a table in a pipe or a file, where format=csv is for programs
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
@@ -31,6 +34,9 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     else:
         _show_rows(console, comparison, completed)
     console.print()
+    if over_seeds := deviations(comparison):
+        spread = (f"{MEASURES[key].name} {both} {unit}".removesuffix(" /s") for key, (both, unit) in over_seeds.items())
+        show_facts(console, [("over seeds", f"mean +- deviation: {', '.join(spread)}".replace("±", "+-"))])
     show_facts(console, [("note", note) for note in (*notes(comparison), *same_curve_notes(comparison))])
     if with_curves := [run.folder.resolve() for run in comparison.runs if run.curves]:
         show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(os.path.commonpath(with_curves))}")])
@@ -46,7 +52,7 @@ def _show_rows(console: Console, comparison: Comparison, completed: bool) -> Non
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     leading = [number, *named, *comparison.settings[:naming]]
     columns = [*leading, *results, *comparison.settings[naming:]]
-    show_table(console, Table("", columns, len(leading)), gap=1, elsewhere="format=csv")
+    show_table(console, Table("", columns, len(leading)), gap=1, elsewhere="format=csv", piped=PIPED)
 
 
 def _show_two(console: Console, comparison: Comparison) -> None:
@@ -54,6 +60,8 @@ def _show_two(console: Console, comparison: Comparison) -> None:
     rows: list[tuple[str, ...]] = []
     same: list[str] = []
     for column in comparison.columns:
+        if column.key in ("dataset", "folder"):  # as dataset.name, and as the headings
+            continue
         first, second = column.plain_values
         measure = MEASURES.get(column.key)
         cells = list(map(measure.shown, (first, second))) if measure else column.cells
@@ -77,9 +85,28 @@ def _difference(measure: Measure | None, first: Any, second: Any) -> str:
     return f"{100 * (second / first - 1):+.1f} %" if first else ""
 
 
-def all_columns(comparison: Comparison) -> Table:
-    """The comparison for programs: values are in the units of result.json."""
-    return Table("", [Column("run", cells=comparison.names), *comparison.columns])
+def deviations(comparison: Comparison) -> dict[str, tuple[str, str]]:
+    """Of runs that differ in their seeds only: key of a measure -> `97.5 ± 0.3`, mean and standard deviation (of a
+    sample), and their unit; {} of others."""
+    if [column.key for column in comparison.settings if len(set(map(str, column.plain_values))) > 1] != ["seed"]:
+        return {}
+    found = {}
+    for column in comparison.results:
+        numbers = column.plain_values
+        if column.key in MEASURES and column.printed and None not in numbers and len(set(numbers)) > 1:
+            unit, bare = MEASURES[column.key].unit.scale(numbers)
+            found[column.key] = f"{bare(mean(numbers))} ± {bare(stdev(numbers))}", unit
+    return found
+
+
+def all_columns(comparison: Comparison, *, with_deviations: bool = False) -> Table:
+    """The comparison for programs: values are in the units of result.json. `with_deviations`: for people, with a last
+    row, if the runs differ in their seeds only."""
+    columns = [Column("run", cells=comparison.names), *comparison.columns]
+    if with_deviations and (over_seeds := deviations(comparison)):
+        last = ["mean ± deviation", *(over_seeds.get(column.key, [""])[0] for column in comparison.columns)]
+        columns = [replace(c, cells=[*c.cells, cell], values=None) for c, cell in zip(columns, last, strict=True)]
+    return Table("", columns)
 
 
 def notes(comparison: Comparison) -> Iterator[str]:

@@ -90,7 +90,9 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     Steps that a resumed run repeated count once, as in TensorBoard: the newer points replace the older ones.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tb_logging
 
+    tb_logging.get_logger().setLevel("ERROR")  # it warns of the steps that a resumed run repeated
     # 1 is the fewest that the reader can keep, as 0 means all.
     few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
     accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MOST_POINTS})
@@ -116,11 +118,13 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
 
 
 def first_difference(one: Curve | None, other: Curve | None) -> int | None:
-    """The first step at which two curves differ; None if they are the same as far as both go, or one is missing."""
+    """The first step at which two curves differ; None if they are the same at all steps that both have, or one is
+    missing."""
     if one is None or other is None:
         return None
-    pairs = zip(one.steps, map(repr, one.values), other.steps, map(repr, other.values), strict=False)
-    return next((step for step, value, *theirs in pairs if [step, value] != theirs), None)
+    theirs = dict(zip(other.steps, map(repr, other.values), strict=True))
+    mine = zip(one.steps, map(repr, one.values), strict=True)
+    return next((step for step, value in mine if theirs.get(step, value) != value), None)
 
 
 def flat_result(folder: Path) -> dict[str, Plain]:

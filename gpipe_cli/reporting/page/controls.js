@@ -340,7 +340,7 @@ function memoryTile(section) {
   const alone = stages.length > 1
     && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for its stages separately`;
   const node = tile(section, "peak ", size(peaks[device]), `on ${deviceWord(figure, device)}`, alone, versus, own);
-  node.firstChild.append(word("memory"));
+  node.firstChild.append(word("memory"), " without libraries");
 }
 
 function measuredLine() {

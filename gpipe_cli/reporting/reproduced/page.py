@@ -1,7 +1,7 @@
 """report.html: the paper's claims beside our results, for all recipes of a folder, in one self-contained file.
 
-The page has no script. A table of all claims at the top links to a section for each recipe, with its tables and their
-plots, its notes and its commands.
+The page has no script. A table at the top, of all claims and the numbers below each, links to a section for each
+recipe, with its tables and their plots, its notes and its commands.
 """
 
 from base64 import b64encode
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.reproduced.verdict import AGREES, verdicts
+from gpipe_cli.reporting.reproduced.verdict import AGREES, NOT_COMPARABLE, verdicts
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reporting.tables.table import Column, Table, to_html
+from gpipe_cli.reporting.tables.table import Column, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, plural
 
@@ -51,16 +51,11 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
         yield '<section><h2>Not reproduced</h2><ul class="failed">'
         yield from (f"<li><code>{escape(name)}</code> failed: {escape(why)}</li>" for name, why in failed.items())
         yield "</ul></section>"
-    rows = []
-    links = []
-    for reproduction in reproductions:
-        for row in claims(reproduction):
-            rows.append(row)
-            name = escape(reproduction.name)
-            links.append(f'<a href="#{name}">{name}</a>')
-    table = Table.of_rows("claims", CLAIMS, rows)
-    yield f'<section><h2>Claims</h2><div class="wide claims">{to_html(table, links=links)}</div>'
-    yield "</section>"
+    yield '<section><h2>Claims</h2><table class="claims"><thead><tr>'
+    yield from (f'<th scope="col"{_aligned(column)}>{column.heading}</th>' for column in CLAIMS[1:-1])
+    yield "</tr></thead>"
+    yield from map(_group, reproductions)
+    yield "</table></section>"
     yield '<section><h2>How a number was obtained</h2><dl class="kinds">'
     yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
     yield "</dl></section>"
@@ -69,18 +64,37 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
     yield "</main></body></html>"
 
 
+def _group(reproduction: Reproduction) -> str:
+    """A claim across the table, with the rows that it lacks at this scale, and below it its numbers."""
+    name = escape(reproduction.name)
+    without = "".join(f"; <em>{escape(line)}</em>" for label, line in reproduction.notes if label == "left out")
+    took = duration(reproduction.seconds).replace(" ", "&nbsp;")
+    about = f'{escape(reproduction.claim)}{without} <a href="#{name}">{name}</a>, {took}'
+    lines = [f'<tbody><tr><th scope="rowgroup" colspan="{len(CLAIMS) - 2}">{about}</th></tr>']
+    for _, what, *cells, _ in claims(reproduction):
+        columns = zip(CLAIMS[2:-1], cells, strict=True)
+        line = (f'<td data-of="{c.heading}"{_aligned(c)}>{escape(cell)}</td>' for c, cell in columns)
+        lines.append(f'<tr><th scope="row">{escape(what)}</th>{"".join(line)}</tr>')
+    return "\n".join([*lines, "</tbody>"])
+
+
+def _aligned(column: Column) -> str:
+    return "" if column.right else ' class="text"'
+
+
 def claims(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
-    """A row for each verdict on the tables; if there is none, a single row with a note."""
+    """A row for each verdict on the tables, those first that can be compared; if there is none, a single row with a
+    note."""
     words = next(
         (line for label, line in reproduction.notes if label in ("weights", "found")), "no number in the paper"
     )
     claim = reproduction.claim
     minutes = f"{reproduction.seconds / 60:.1f}"
-    for table in reproduction.tables:
-        for verdict in verdicts(table):
-            numbers = verdict.paper, verdict.ours, verdict.origin, verdict.difference
-            yield claim, verdict.what, *numbers, verdict.words, minutes
-            claim = minutes = ""
+    found = [verdict for table in reproduction.tables for verdict in verdicts(table)]
+    for verdict in sorted(found, key=lambda verdict: verdict.words == NOT_COMPARABLE):
+        numbers = verdict.paper, verdict.ours, verdict.origin, verdict.difference
+        yield claim, verdict.what, *numbers, verdict.words, minutes
+        claim = minutes = ""
     if claim:
         yield claim, words, "", "", "", "", "", minutes
 

@@ -7,11 +7,17 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
-from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, choice_of
+from gpipe_cli.config.groups import (
+    AmoebaNetConfig,
+    CosineLearningRateConfig,
+    ImagesConfig,
+    InverseSqrtLearningRateConfig,
+    choice_of,
+)
 from gpipe_cli.config.settings import TrainConfig, flattened, load_preset
 from gpipe_cli.config.typed import show
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
+from gpipe_cli.reporting.run.description import RunDescription, name_and_size, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import RESULT
@@ -42,7 +48,10 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     micro_batches = plural(config.micro_batches, "micro-batch")
     parameters = count(sum(spec.parameters))
     yield "model", f"{run.model_name}: {plural(run.layers, 'layer')}, {parameters} parameters"
-    yield "dataset", config.dataset.name + _samples_of_data(run)
+    yield "dataset", name_and_size(config.dataset) + _samples_of_data(run)
+    crop = getattr(getattr(config.dataset, "augmentation", None), "random_resized_crop", None)
+    if crop is not None and not run.bench:
+        yield "", f"training images are random crops of {100 * crop[0]:g} to {100 * crop[1]:g} % of the area"
     if run.data.vocabulary is not None:
         tokenizer = getattr(config.dataset, "tokenizer", None)
         yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
@@ -107,7 +116,10 @@ def _cut_off(run: RunDescription, epoch_steps: int) -> Iterator[tuple[str, str]]
     """Lines about curves over the whole training of which this run has only the beginning."""
     config, end = run.config, run.total_steps
     if end < warm_up_steps(config.learning_rate, epoch_steps):
-        yield "", f"the run ends within the warm-up, at a learning rate of {_rate(run, end - 1)}"
+        by_steps = isinstance(config.learning_rate, InverseSqrtLearningRateConfig)
+        use = f"warmup_steps={max(1, end // 10)}" if by_steps else "warmup_epochs=0"
+        ends = f"the run ends within the warm-up, at a learning rate of {_rate(run, end - 1)}"
+        yield "", f"{ends}; learning_rate.{use} shortens it"
     curves = ["the cosine"] if isinstance(config.learning_rate, CosineLearningRateConfig) else []
     if isinstance(config.model, AmoebaNetConfig) and config.model.drop_path:
         curves.append("the rise of drop-path")

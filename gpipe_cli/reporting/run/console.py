@@ -132,13 +132,16 @@ class RunConsole:
             scores = list(words.scores)
             if self._run.config.dataset.validation is not None:
                 scores[0] = "val loss"
+            if not (self._words.text or self._run.config.has_top5):
+                scores[2] = ""
             headings = "epoch", "train loss", words.accuracy, *scores, words.speed, "lr"
             show_line(self.console, self._columns(*headings), "bold")
             self._header_shown = True
         tested = "", "", ""
         if test is not None:
             test_loss, second, third = scores_of(self._run.config.task, test.scores).values()
-            tested = loss(test_loss), perplexity(second) if self._words.text else percent(second), percent(third)
+            third_shown = "" if third is None else percent(third)
+            tested = loss(test_loss), perplexity(second) if self._words.text else percent(second), third_shown
         epoch = f"{self._epoch}/{self._run.config.epochs}{share}"
         line = self._columns(
             epoch, *self._shown_means(), *tested, rate(self._speed), learning_rate(self._learning_rate)

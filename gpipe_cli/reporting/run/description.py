@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.config.groups import model_name
+from gpipe_cli.config.groups import DatasetConfig, ImagesConfig, model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TEXT_TASKS, Task, TrainConfig
 from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.schedule.simulator import ideal_bubble
@@ -97,6 +97,12 @@ def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
         "emulated": f"{parts[precision]}; emulated on this device, no faster than float32",
     }
     return [("precision", f"{precision}: {words.get(computes_in, parts[precision])}")]
+
+
+def name_and_size(dataset: DatasetConfig) -> str:
+    """`python_docs`, or `digits, 24 x 24 pixels`."""
+    size = f", {dataset.image_size} x {dataset.image_size} pixels" if isinstance(dataset, ImagesConfig) else ""
+    return f"{dataset.name}{size}"
 
 
 def words_of(task: Task) -> Words:

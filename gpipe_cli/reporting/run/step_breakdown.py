@@ -1,6 +1,7 @@
 """Where the time of a step went, measured beside predicted: the paper's overhead breakdown (NeurIPS section 3.1)."""
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -9,6 +10,9 @@ from gpipe_cli.reporting.run.lines import in_columns, show_facts
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import duration, percent, size
+
+if TYPE_CHECKING:  # imports torch
+    from gpipe_cli.planner.plan import Plan
 
 STAGES_SHOWN = 4  # with more stages, only the fullest is shown
 COMPARED_STEPS = 20  # steps done in this process before the prediction is compared
@@ -22,7 +26,9 @@ def measured_breakdown(medians: StepMedians) -> dict[str, float] | None:
     return {name: share / (total or 1.0) for name, share in shares.items()} or None
 
 
-def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> None:
+def show_shares(
+    console: Console, kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float, plan: "Plan"
+) -> None:
     """Shows a small table, a line for each kind of breakdown that is known, and the ideal bubble, 0 to 1.
 
     % of a step  compute recompute  update    idle =  bubble imbalance transfer set-up
@@ -36,7 +42,12 @@ def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None
     show_facts(console, in_columns(console, rows))
     ideal = f"{percent(ideal_bubble)}, (K-1)/(M+K-1) for K equal devices that only compute"
     if any(breakdown["bubble"] < ideal_bubble for breakdown in kinds.values() if breakdown):
-        ideal += "; above it is smaller, as recomputation fills part of the idle time"
+        one_each = len(plan.balance) == len(plan.device_bytes)  # interleaved is then 1f1b
+        formula_holds = (plan.chosen_order or plan.config.schedule) in ("gpipe", "1f1b", *["interleaved"] * one_each)
+        causes = [] if formula_holds else [f"schedule={plan.schedule_name} idles less"]
+        causes += ["recomputation fills part of the idle time"] * any(plan.recomputed)
+        whole = "it is a share of the whole step, the update and other idle time included"
+        ideal += f"; above it is smaller, as {' and '.join(causes) or whole}"
     show_facts(console, [("ideal bubble", ideal)])
 
 

@@ -32,22 +32,8 @@ def show_summary(
 ) -> None:
     """Shows the outcome of a training or a measurement. Of a training that was stopped, `checkpoint`: where its last
     checkpoint is; `go_on`: the command that resumes it, None if there is nothing to do."""
-    status = result.status
-    bench = result.command == "bench"
-    seconds = MEASURES["seconds"].text(result)
-    epochs = f" ({plural(result.epochs, 'whole epoch')})" if result.epochs and not bench else ""
-    done = plural(result.steps, "step") + epochs
-    match status:
-        case "completed" if bench:
-            measured = f"measured {plural(result.speed_steps, 'step')} after {result.warm_up_steps} of warm-up"
-            line, colour = f"{measured}, in {seconds}", "green"
-        case "completed":
-            line, colour = f"completed in {seconds}: {done}", "green"
-        case "dry_run":
-            line, colour = "dry run: the model was cut and placed, not trained", "green"
-        case _:
-            when = f"after {seconds}: {done} done" if result.steps else "before the first step was complete"
-            line, colour = f"{status} {when}", "yellow" if status == "interrupted" else "red"
+    status, bench = result.status, result.command == "bench"
+    line, colour = outcome_of(result)
     if status != "dry_run":  # a dry run has only the banner above, which ends with an empty line
         console.print()
     show_text(console, line, f"bold {colour}")
@@ -55,7 +41,7 @@ def show_summary(
         show_facts(console, [("error", result.error)])
     show_facts(console, _outcome(result))
     if result.breakdown.measured is not None:
-        show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0)
+        show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0, run.plan)
     if result.memory:
         show_facts(console, in_columns(console, memory_rows(result.memory)))
     if bench:
@@ -80,6 +66,24 @@ def show_summary(
         if has_curves:
             facts.append(("curves", curves))
     show_facts(console, facts)
+
+
+def outcome_of(result: RunResult) -> tuple[str, str]:
+    """How a training or a measurement ended, in a line, and the line's colour."""
+    status, bench = result.status, result.command == "bench"
+    seconds = MEASURES["seconds"].text(result)
+    epochs = f" ({plural(result.epochs, 'whole epoch')})" if result.epochs and not bench else ""
+    done = plural(result.steps, "step") + epochs
+    match status:
+        case "completed" if bench:
+            measured = f"measured {plural(result.speed_steps, 'step')} after {result.warm_up_steps} of warm-up"
+            return f"{measured}, in {seconds}", "green"
+        case "completed":
+            return f"completed in {seconds}: {done}", "green"
+        case "dry_run":
+            return "dry run: the model was cut and placed, not trained", "green"
+    when = f"after {seconds}: {done} done" if result.steps else "before the first step was complete"
+    return f"{status} {when}", "yellow" if status == "interrupted" else "red"
 
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:

@@ -17,7 +17,7 @@ from gpipe_cli.config.settings import SAMPLE_WORDS, flattened
 from gpipe_cli.config.typed import show
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
-from gpipe_cli.reporting.run.description import precision_facts
+from gpipe_cli.reporting.run.description import name_and_size, precision_facts
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
 from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
@@ -61,7 +61,7 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
         if verbose:
             _show_grid(console, plan.grid)
         show_facts(console, _details(plan))
-        show_shares(console, {"predicted": asdict(plan.breakdown)}, plan.ideal_bubble)
+        show_shares(console, {"predicted": asdict(plan.breakdown)}, plan.ideal_bubble, plan)
         show_facts(console, [*plan.files.items(), ("written to", str(folder / PLAN))])
 
 
@@ -88,7 +88,7 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
         column("samples_per_second", "samples/s", rate, attrgetter("samples_per_second")),
         column("bubble", "bubble", percent, attrgetter("breakdown.bubble")),
         column("memory_bytes", "fullest stage", size, lambda plan: max(plan.held_bytes)),
-        column("imbalance", "imbalance", percent, attrgetter("imbalance")),
+        column("imbalance", "slowest/mean", percent, attrgetter("imbalance")),
         column("utilisation", "utilisation", percent, attrgetter("utilisation")),
         Column.of("error", "error", [swept.error for swept in plans], show, printed=False),
     ]
@@ -109,7 +109,7 @@ def _what(plan: Plan) -> Iterator[tuple[str, str]]:
     shared = f", shared by {hardware.memory_stages} stages" if (hardware.memory_stages or 1) > 1 else ""
     layers, partitions = plural(len(plan.layers), "layer"), plural(len(plan.stages), "partition")
     yield "model", f"{model_name(plan.config.model)}: {layers}, {count(plan.parameters)} parameters"
-    yield "dataset", plan.config.dataset.name
+    yield "dataset", name_and_size(plan.config.dataset)
     replicas = f", R = {plan.config.replicas} replicas, of which one is shown" if plan.config.replicas > 1 else ""
     yield "pipeline", f"K = {partitions}, M = {plural(plan.micro_batches, 'micro-batch')}{replicas}"
     yield "schedule", f"{plan.schedule_name}, recompute {plan.recompute_name}"

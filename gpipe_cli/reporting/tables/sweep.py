@@ -25,13 +25,12 @@ from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
-from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
+from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column, Table, show_table, to_csv
 from gpipe_cli.results.bench import BENCH, CSV, BenchRow, BenchTable
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.measures import MEASURES, Measure, chosen
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.files import write_whole
-from gpipe_cli.units import duration
 
 SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
 _MEASURED = (
@@ -63,13 +62,20 @@ class Run:
     error: str = ""  # one line, if it failed
 
     @property
+    def refused(self) -> bool:
+        """Whether its settings are impossible together, as gpipe bench calls it; the run did not begin."""
+        return self.exit_code == BAD_INPUT and self.result is None
+
+    @property
     def failed(self) -> bool:
-        return self.exit_code != 0
+        return self.exit_code != 0 and not self.refused
 
     @property
     def status(self) -> str:
         if self.exit_code == INTERRUPTED:
             return "interrupted"
+        if self.refused:
+            return "impossible"
         return f"failed ({self.exit_code})" if self.failed else self.result.status if self.result else "completed"
 
 
@@ -101,15 +107,18 @@ def show_sweep(runs: Sequence[Run]) -> None:
         Column.measured(measure, [measure.value(run.result) for run in runs])
         for measure in (*measures, MEASURES["step_seconds"])
     ]
+    kinds = [run.result.samples_per_second_kind if run.result else None for run in runs]
+    if any(kind not in (None, "measured") for kind in kinds):
+        columns.append(Column("speed", cells=[NONE if kind is None else kind for kind in kinds]))
     # a refused run wrote no result, and the microseconds until then mean nothing
-    times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
-    columns.append(Column("time", cells=times, number=True))
+    seconds = MEASURES["seconds"]
+    columns.append(Column.measured(seconds, [seconds.value(run.result) for run in runs]))
     console = Console()
     folder = runs[0].folder.parent
     console.rule(Text(f"sweep {folder}"), align="left")
     show_table(console, Table("", columns, names), elsewhere=f"gpipe compare {shlex.quote(str(folder))} format=csv")
     for run in runs:
-        if run.failed and run.error:
+        if run.error:
             show_text(console, f"run {run.number}: {run.error}")
     if sum(run.result is not None for run in runs) > 1:
         show_facts(console, [("compare", f"gpipe compare {shlex.quote(str(folder))}")])

@@ -22,7 +22,10 @@ SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's symbols, as c
 LEAST_TEXT = 12  # characters to which a wide column of texts may shrink
 NONE = "-"
 TABLE = "table"
-FORMATS = (TABLE, "json", "csv")  # formats of lists: the first for people, the others for programs
+FORMATS = (TABLE, "json", "csv", "latex")  # formats of lists: the first for people, json and csv for programs
+_LATEX = str.maketrans({character: rf"\{character}" for character in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "\n": " ",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,15 +108,16 @@ class Table:
         return list(zip(*(column.cells for column in self.columns), strict=True))
 
 
-def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "") -> None:
+def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "", piped: int | None = None) -> None:
     """Print a table in lines that fit the terminal, broken between words only.
 
     A narrow terminal gets the columns that name the rows and, from the left, the others that fit; a line below says
     where all are: `elsewhere`, such as `format=csv`. If that is empty, no column is left out. A pipe or a file gets
-    every column, and one line per row, as with ps and kubectl, for grep and awk.
+    every column, and one line per row, as with ps and kubectl, for grep and awk; of at most `piped` characters, if
+    that is given.
     """
     columns = shown = [column for column in table.columns if column.printed]
-    width = console.width if console.is_terminal else None
+    width = console.width if console.is_terminal else piped
     if width is not None and elsewhere:
         shown = columns[: table.names]
         for column in columns[table.names :]:
@@ -128,8 +132,23 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
 
 
 def formatted(table: Table, form: str) -> str:
-    """A table for programs: `json` or `csv`."""
+    """A table for programs, `json` or `csv`, or for papers, `latex`."""
+    if form == "latex":
+        return to_latex(table)
     return to_csv(table) if form == "csv" else as_json(to_rows(table))
+
+
+def to_latex(table: Table) -> str:
+    """The columns that a console shows, as a `tabular` for LaTeX's package booktabs."""
+    columns = [column for column in table.columns if column.printed]
+
+    def line(cells: Iterable[str]) -> str:
+        return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
+
+    begin = rf"\begin{{tabular}}{{{''.join('r' if column.right else 'l' for column in columns)}}}"
+    rows = map(line, Table("", columns).rows)
+    lines = [begin, r"\toprule", line(column.heading for column in columns), r"\midrule", *rows, r"\bottomrule"]
+    return "\n".join([*lines, r"\end{tabular}", ""])
 
 
 def to_rows(table: Table) -> list[dict[str, Any]]:
@@ -160,17 +179,15 @@ def to_markdown(table: Table) -> str:
     return headings + ruler + "".join(map(line, table.rows))
 
 
-def to_html(table: Table, links: Sequence[str] = ()) -> str:
-    """The table as a `table` element. ``links``: HTML for a column after the names."""
+def to_html(table: Table) -> str:
+    """The table as a `table` element."""
     heads = []
     for column in table.columns:
         origin = f"<small>{column.origin_line}</small>" if column.origin_line else ""
         heads.append(f'<th scope="col"{_class(column)}>{escape(column.heading)}{origin}</th>')
-    heads[1:1] = ['<th scope="col" class="text">see</th>'] if links else []
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
-    for row, (name, *cells) in enumerate(table.rows):
+    for name, *cells in table.rows:
         line = f'<th scope="row">{escape(name)}</th>'
-        line += f'<td class="text">{links[row]}</td>' if links else ""
         for column, cell in zip(table.columns[1:], cells, strict=True):
             line += f"<td{_class(column, cell)}>{escape(cell)}</td>"
         lines.append(f"<tr>{line}</tr>")

@@ -1,3 +1,4 @@
+import json
 import re
 import shlex
 from pathlib import Path
@@ -5,7 +6,8 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import description, evaluation, log, reporter_in, step
+from reporting_runs import LANGUAGE_MODEL, description, evaluation, log, reporter_in, step
+from training_runs import TINY, command
 
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
@@ -74,7 +76,36 @@ def test_a_run_that_max_steps_ends_says_where_on_its_curves() -> None:
     steady = banner("learning_rate=constant", "max_steps=6")
     assert not [line for line in steady if "ends" in line]
     short = banner("learning_rate=constant", "learning_rate.peak=0.4", "learning_rate.warmup_epochs=2", "max_steps=4")
-    assert "the run ends within the warm-up, at a learning rate of 0.2" in short
+    remedy = "learning_rate.warmup_epochs=0 shortens it"
+    assert f"the run ends within the warm-up, at a learning rate of 0.2; {remedy}" in short
+    whole = banner(*LANGUAGE_MODEL, "~presets", "max_steps=null", "epochs=1")  # of 4 steps, for a warm-up of 200
+    assert [line for line in whole if line.endswith("; learning_rate.warmup_steps=1 shortens it")]
+    assert not [
+        line for line in banner(*LANGUAGE_MODEL, "learning_rate.warmup_steps=1") if "within the warm-up" in line
+    ]
+
+
+@pytest.mark.parametrize(("classes", "top5"), [(5, False), (6, True)])
+def test_a_run_says_what_its_images_are_and_leaves_out_a_score_that_is_100_percent_by_definition(
+    classes: int, top5: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["dataset.augmentation.random_resized_crop=[0.1,1.0]", f"dataset.num_classes={classes}", "max_steps=1"]
+    assert command("train", *TINY, *given, "partitions=1", "run_folder=run") == 0
+    shown, test = capsys.readouterr().out, json.loads(Path("run/result.json").read_text())["test"]
+    assert "dataset      synthetic_images, 16 x 16 pixels: 22 training" in shown
+    assert "random crops of 10 to 100 % of the area" in shown
+    assert ("top-5" in shown, test["top5"] is not None) == (top5, top5)
+
+
+def test_a_quiet_run_prints_errors_and_a_last_line(capfd: pytest.CaptureFixture[str]) -> None:
+    given = [*TINY, "partitions=2", "max_steps=1", "quiet=true"]
+    assert command("train", *given, "run_folder=run") == 0
+    out, err = capfd.readouterr()
+    assert (re.fullmatch(r"completed in .*: 1 step, in run\n", out) is not None, err) == (True, "")
+    assert "memory, MiB" in Path("run/log.txt").read_text()
+    assert command("train", *given, "batch_size=64") == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
 
 
 def test_a_preset_is_shown_with_what_it_sets() -> None:
