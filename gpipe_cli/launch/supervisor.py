@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Activity, Awaited
@@ -103,8 +103,7 @@ class Supervisor:
             self._receive(min(1.0, max(0.0, deadline - time.monotonic())), on_message)
             self._note_ended()
             doing = {process: self._doing(process) for process in self._running}
-            stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
-            if not self._failures and (silent := silence.find(doing, stopped)):
+            if not self._failures and (silent := silence.find(doing, lambda k: self._running[k].is_stopped())):
                 self._failures.append(self._silent(*silent))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
@@ -256,9 +255,9 @@ class SilenceTimer:
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
-    def find(self, processes: Mapping[int, Activity], stopped: Collection[int]) -> tuple[int, float] | None:
-        """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: processes
-        stopped by a signal.
+    def find(self, processes: Mapping[int, Activity], stopped: Callable[[int], bool]) -> tuple[int, float] | None:
+        """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: whether a
+        process is stopped by a signal, which is asked for silent ones only.
 
         For the others there is no limit before the first mini-batch is asked for (a vocabulary may be learned, a data
         set fetched), and none while they compile.
@@ -272,11 +271,11 @@ class SilenceTimer:
             self._seen[process] = doing
             self._seconds[process] = self._seconds.get(process, 0.0) + passed if unchanged else 0.0
             has_begun = (doing.kind > 0 or doing.awaited == Awaited.DATA) and doing.awaited != Awaited.COMPILER
-            if self._seconds[process] > self._limit and (has_begun or process in stopped):
+            if self._seconds[process] > self._limit and (has_begun or stopped(process)):
                 silent[process] = self._seconds[process]
         if not silent:
             return None
-        causes = {process for process in silent if processes[process].awaited != Awaited.PROCESS or process in stopped}
+        causes = {process for process in silent if processes[process].awaited != Awaited.PROCESS or stopped(process)}
         if not causes and not (self._whole and len(silent) == len(processes)):
             return None
         process = max(causes or silent, key=silent.__getitem__)
