@@ -20,6 +20,7 @@ from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
+from gpipe_cli.training.events import StepRecorded
 from gpipe_cli.units import spans
 
 OnMessage = Callable[[object], None]
@@ -27,6 +28,7 @@ OnMessage = Callable[[object], None]
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # how long the server has to report that workers have ended
+_BATCH_SECONDS = 0.1  # for how long messages gather after a step was reported; those of a step are far below a pipe's room
 _MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
 
@@ -76,6 +78,7 @@ class Supervisor:
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # workers that may still send something
         self._failures: list[Failure] = []
+        self._last: object = None  # the last message
         self._activity_file = os.memfd_create("gpipe_activity")
         os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * spec.layout.processes + 2))
         self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
@@ -134,26 +137,29 @@ class Supervisor:
         running = list(self._running.items())
         statuses = [worker.status for _, worker in running if worker.exit_code is None]
         connections = [worker.connection for _, worker in running if not worker.connection.closed]
+        if isinstance(self._last, StepRecorded) and not self._failures:
+            wait(statuses, _BATCH_SECONDS)
         ready = wait([*statuses, *connections], timeout)
         for process, worker in running:
             if worker.status in ready:
                 worker.read_status()
-            if worker.connection not in ready:
-                continue
-            try:
-                message = worker.connection.recv()
-            except (EOFError, ConnectionError):
-                worker.connection.close()
-                continue
-            match message:
-                case Failure():
-                    self._failures.append(message)
-                case Done():  # how the worker exits does not matter any more
-                    del self._running[process]
-                case _:
-                    on_message(message)
-                    if process == 0:
-                        self._activity[HANDLED] += 1
+            while worker.connection in ready and process in self._running:
+                try:
+                    self._last = worker.connection.recv()
+                except (EOFError, ConnectionError):
+                    worker.connection.close()
+                    break
+                match self._last:
+                    case Failure() as failure:
+                        self._failures.append(failure)
+                    case Done():  # how the worker exits does not matter any more
+                        del self._running[process]
+                    case message:
+                        on_message(message)
+                        if process == 0:
+                            self._activity[HANDLED] += 1
+                if not worker.connection.poll():
+                    break
 
     def _note_ended(self) -> None:
         """Record the failure of workers that ended before their task was done, once all their messages are read."""
