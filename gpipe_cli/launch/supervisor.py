@@ -28,7 +28,7 @@ OnMessage = Callable[[object], None]
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # how long the server has to report that workers have ended
-_BATCH_SECONDS = 0.1  # for how long messages gather after a step was reported; those of a step are far below a pipe's room
+_BATCH_SECONDS = 0.1  # after a step was reported, messages gather for so long: a pipe has room for those of many steps
 _MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
 
