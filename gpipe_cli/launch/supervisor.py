@@ -5,6 +5,7 @@ the run when a worker fails: it names the first failure and stops the rest. Unde
 processes of gpipe, each is the parent of a single worker.
 """
 
+import gc
 import mmap
 import os
 import signal
@@ -56,6 +57,7 @@ def run_task(
         started = spec.layout.started
         heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
         failed = True
+        gc.freeze()  # to look for garbage among all that was imported would take a core from the stages
         try:
             supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
             failure = supervisor.watch(on_message, interrupt, heartbeat)
@@ -65,6 +67,7 @@ def run_task(
             supervisor.stop()  # and again below: a second Ctrl-C may interrupt this call
             raise
         finally:
+            gc.unfreeze()
             if heartbeat is not None:
                 heartbeat.stop(failed=failed)
             supervisor.stop()
