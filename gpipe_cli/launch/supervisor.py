@@ -29,7 +29,7 @@ OnMessage = Callable[[object], None]
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # how long the server has to report that workers have ended
-_BATCH_SECONDS = 0.1  # after a step was reported, messages gather for so long: a pipe has room for those of many steps
+_BATCH_SECONDS = 0.05  # after a step was reported, messages gather for so long: a pipe has room for those of 40 steps
 _MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
 
@@ -141,7 +141,7 @@ class Supervisor:
         statuses = [worker.status for _, worker in running if worker.exit_code is None]
         connections = [worker.connection for _, worker in running if not worker.connection.closed]
         if isinstance(self._last, StepRecorded) and not self._failures:
-            wait(statuses, _BATCH_SECONDS)
+            time.sleep(_BATCH_SECONDS)
         ready = wait([*statuses, *connections], timeout)
         for process, worker in running:
             if worker.status in ready:
