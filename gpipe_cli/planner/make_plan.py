@@ -158,7 +158,7 @@ def _simulated(cut: Cut, recompute: Recompute) -> Plan:
     device_of_stage = cut.device_of_stage
     held, device_bytes = _held(cut, recompute)
     stages = _stages(cut)
-    # not checked: an order of ours is as it should be, and one of a file was checked when it was read
+    # not checked: our own orders are as they should be, and a file was checked when it was read
     schedule = unchecked_schedule(cut.order, cut.micro_batches, recompute)
     timeline = simulate(schedule, stages, _edges(cut), cut.costs.slowdown, device_of_stage, _ties(cut))
     set_up_seconds = cut.costs.set_up / len(set(device_of_stage))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the module imports torch, which takes seconds; tables of ru
 BarKind = Literal["F", "R", "B", "I", "W", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
 
-MOST_ACTIONS = 20_000  # of a step that is drawn whole; of a larger one a window is drawn
+MOST_ACTIONS = 20_000  # of a step that is drawn whole; of larger steps, a window is drawn
 ACTIONS: tuple[BarKind, ...] = ("F", "R", "B", "I", "W")
 # Shares of a step's stage-time, which sum to 1, in the order of display. The paper's overhead breakdown (section 3.1 of
 # the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.

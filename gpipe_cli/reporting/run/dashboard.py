@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# whether a sink is remote -> a killed run loses at most the points of its last so many seconds; each costs a request
-_FLUSH_SECONDS = {False: 1.0, True: 10.0}
+# whether a sink is remote -> a killed run loses at most its points of the last so many seconds
+_FLUSH_SECONDS = {False: 1.0, True: 10.0}  # a request each time
 _KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder that sinks keep with a run
 
 
@@ -78,8 +78,9 @@ class Dashboard:
 
     def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
-        now = time.monotonic()  # the last step is complete before a new point
-        self.flush([remote for remote, seconds in _FLUSH_SECONDS.items() if now - self._flushed[remote] >= seconds])
+        since = {remote: time.monotonic() - flushed for remote, flushed in self._flushed.items()}
+        # the last step is complete before a new point
+        self.flush([remote for remote, seconds in _FLUSH_SECONDS.items() if since[remote] >= seconds])
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last batch may be short
