@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,17 @@ def test_a_sweep_is_a_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [row["partitions"] for row in rows] == ["2", "20"]
     assert (float(rows[0]["step_seconds"]), rows[1]["step_seconds"]) == (alone["step_seconds"], "")
+
+
+def test_a_plan_is_shown_before_it_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a full disk it named a page and a picture that were not there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # less than the page, which comes first
+    try:
+        assert command("plan", *PLAN) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    captured = capsys.readouterr()
+    assert "ideal bubble" in captured.out
+    assert "pipeline.html" in captured.err
+    assert "timeline.png" not in captured.out

@@ -26,7 +26,7 @@ from gpipe_cli.reporting.plots.chrome_trace import TRACE, write_trace
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
-from gpipe_cli.reporting.run.lines import show_text
+from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.results.files import write_result
 from gpipe_cli.schedule.schedule_file import csv_of
@@ -68,23 +68,23 @@ def plan(
         made = replace(made, files=files)
         name = model_name(config.model)
         commands = [shlex.join(["gpipe", *sys.argv[1:]])]
-        try:
-            if file is not None:
-                # the file has all micro-batches; the plan may have fewer
-                schedule = checked_schedule(made.order, config.micro_batches, made.recompute)
-                write_whole(Path(file), csv_of(schedule, made.layout.row_of_stage))
-            write_whole(folder / SETTINGS, to_yaml(config))
-            about = f"{name} on {config.dataset.name}"
-            write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
-            title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
-            views = [predicted_view(title, made)]
-            write_picture(folder / PICTURE, draw(views))
-            write_trace(folder, views)
-        finally:  # a plan that cannot be written is still shown
-            if shown:
-                show_plan(console, made, folder, verbose=settings.verbose)
-            else:
-                write_result(folder, made.tree(), PLAN)
+        if shown:  # before anything is drawn
+            show_plan(console, made, folder, verbose=settings.verbose)
+        else:
+            write_result(folder, made.tree(), PLAN)
+        if file is not None:
+            # the file has all micro-batches; the plan may have fewer
+            schedule = checked_schedule(made.order, config.micro_batches, made.recompute)
+            write_whole(Path(file), csv_of(schedule, made.layout.row_of_stage))
+        write_whole(folder / SETTINGS, to_yaml(config))
+        about = f"{name} on {config.dataset.name}"
+        write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
+        title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
+        views = [predicted_view(title, made)]
+        write_picture(folder / PICTURE, draw(views))
+        write_trace(folder, views)
+        if shown:
+            show_facts(console, [*files.items(), ("written to", str(folder / PLAN))])
         return made
     finally:
         gc.freeze()

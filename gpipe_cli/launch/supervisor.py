@@ -5,12 +5,13 @@ the run when a worker fails: it names the first failure and stops the rest. Unde
 processes of gpipe, each is the parent of a single worker.
 """
 
+import gc
 import mmap
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Activity, Awaited
@@ -20,6 +21,7 @@ from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
+from gpipe_cli.training.events import StepRecorded
 from gpipe_cli.units import spans
 
 OnMessage = Callable[[object], None]
@@ -27,6 +29,7 @@ OnMessage = Callable[[object], None]
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # how long the server has to report that workers have ended
+_BATCH_SECONDS = 0.05  # after a step was reported, messages gather for so long: a pipe has room for those of 40 steps
 _MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
 
@@ -54,6 +57,7 @@ def run_task(
         started = spec.layout.started
         heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
         failed = True
+        gc.freeze()  # to look for garbage among all that was imported would take a core from the stages
         try:
             supervisor.start(task, start or f"{folder}/rendezvous", interrupt)
             failure = supervisor.watch(on_message, interrupt, heartbeat)
@@ -63,6 +67,7 @@ def run_task(
             supervisor.stop()  # and again below: a second Ctrl-C may interrupt this call
             raise
         finally:
+            gc.unfreeze()
             if heartbeat is not None:
                 heartbeat.stop(failed=failed)
             supervisor.stop()
@@ -79,6 +84,7 @@ class Supervisor:
         self._activity_file = os.fdopen(os.memfd_create("gpipe_activity"), "r+b")  # until `stop`
         self._activity_file.truncate(8 * (ACTIVITY_NUMBERS * spec.layout.processes + 2))
         self._activity = memoryview(mmap.mmap(self._activity_file.fileno(), 0)).cast("q")
+        self._last: object = None  # the last message
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; if this is interrupted, `stop` ends those started so far."""
@@ -103,8 +109,7 @@ class Supervisor:
             self._receive(min(1.0, max(0.0, deadline - time.monotonic())), on_message)
             self._note_ended()
             doing = {process: self._doing(process) for process in self._running}
-            stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
-            if not self._failures and (silent := silence.find(doing, stopped)):
+            if not self._failures and (silent := silence.find(doing, lambda k: self._running[k].is_stopped())):
                 self._failures.append(self._silent(*silent))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
@@ -135,6 +140,8 @@ class Supervisor:
         running = list(self._running.items())
         statuses = [worker.status for _, worker in running if worker.exit_code is None]
         connections = [worker.connection for _, worker in running if not worker.connection.closed]
+        if isinstance(self._last, StepRecorded) and not self._failures:
+            time.sleep(_BATCH_SECONDS)
         ready = wait([*statuses, *connections], timeout)
         for process, worker in running:
             if worker.status in ready:
@@ -142,6 +149,7 @@ class Supervisor:
             if worker.connection not in ready:
                 continue
             for message in worker.receive():
+                self._last = message
                 match message:
                     case Failure():
                         self._failures.append(message)
@@ -255,9 +263,9 @@ class SilenceTimer:
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
-    def find(self, processes: Mapping[int, Activity], stopped: Collection[int]) -> tuple[int, float] | None:
-        """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: processes
-        stopped by a signal.
+    def find(self, processes: Mapping[int, Activity], stopped: Callable[[int], bool]) -> tuple[int, float] | None:
+        """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: whether a
+        process is stopped by a signal, which is asked for silent ones only.
 
         For the others there is no limit before the first mini-batch is asked for (a vocabulary may be learned, a data
         set fetched), and none while they compile.
@@ -271,11 +279,11 @@ class SilenceTimer:
             self._seen[process] = doing
             self._seconds[process] = self._seconds.get(process, 0.0) + passed if unchanged else 0.0
             has_begun = (doing.kind > 0 or doing.awaited == Awaited.DATA) and doing.awaited != Awaited.COMPILER
-            if self._seconds[process] > self._limit and (has_begun or process in stopped):
+            if self._seconds[process] > self._limit and (has_begun or stopped(process)):
                 silent[process] = self._seconds[process]
         if not silent:
             return None
-        causes = {process for process in silent if processes[process].awaited != Awaited.PROCESS or process in stopped}
+        causes = {process for process in silent if processes[process].awaited != Awaited.PROCESS or stopped(process)}
         if not causes and not (self._whole and len(silent) == len(processes)):
             return None
         process = max(causes or silent, key=silent.__getitem__)

@@ -22,7 +22,7 @@ from gpipe_cli.planner.device_rates import computes_in, reached_tflops
 from gpipe_cli.planner.layout import TooLargeError
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
-from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
+from gpipe_cli.planner.step_schedule import mini_batch_samples, unchecked_schedule
 from gpipe_cli.schedule.breakdown import Breakdown
 from gpipe_cli.schedule.dependencies import grid
 from gpipe_cli.schedule.placement import name_of
@@ -136,7 +136,7 @@ class Plan(Cut):
         """Those of a mini-batch of `samples` padded to these lengths."""
         profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
         sizes = share_of(samples, self.config.micro_batches, self.config.replicas).sizes
-        schedule = checked_schedule(self.order, len(sizes), self.recompute)
+        schedule = unchecked_schedule(self.order, len(sizes), self.recompute)
         return MemoryModel(self.config, profile, sizes).saved(schedule, self.bounds)
 
     @property

@@ -15,6 +15,7 @@ that slow each other down as they share the memory and caches of a machine.
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -81,8 +82,10 @@ class LinkQueues:
         is occupied until then, or the end of a skip. Transfers within a device, or without `edges`, take no time."""
         if not self._edges or self._device_of_stage[sender] == self._device_of_stage[receiver]:
             return sent_seconds
-        cost = self._edges[min(sender, receiver), max(sender, receiver)]
-        seconds = cost.forward_seconds if sender < receiver else cost.backward_seconds
+        if sender < receiver:
+            seconds = self._edges[sender, receiver].forward_seconds
+        else:
+            seconds = self._edges[receiver, sender].backward_seconds
         arrival = max(sent_seconds, self._free.get((sender, receiver), 0.0)) + seconds
         self._free[sender, receiver] = arrival
         return arrival
@@ -151,9 +154,11 @@ class _Run:
         devices = 1 + max(device_of_stage)
         # per device: the actions left, the action that each needs, and its seconds; the first may be running
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
+        seconds_of = cache(lambda stage, kind, retain: stages[stage].seconds(kind, retain))
         for action, retain in performed(schedule, device_of_stage):
-            seconds = stages[action.stage].seconds(action.kind, retain)
-            self._left[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
+            kind, stage, _ = action
+            left = action, schedule.source(action), seconds_of(stage, kind, retain)
+            self._left[device_of_stage[stage]].append(left)
         updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]
         self._updates = [deque(k for k in updated if device_of_stage[k] == device) for device in range(devices)]
         self._added_up = [0.0] * devices  # when the gradients of its finished stages are summed over replicas
@@ -173,10 +178,10 @@ class _Run:
         self._links = LinkQueues(edges, device_of_stage)
         # stage -> the stages, not neighbours, that send it skips, or gradients of skips
         self._skip_senders = {Kind.F: defaultdict[int, list[int]](list), Kind.B: defaultdict[int, list[int]](list)}
-        for sender, receiver in edges:
-            if receiver > sender + 1:
-                self._skip_senders[Kind.F][receiver].append(sender)
-                self._skip_senders[Kind.B][sender].append(receiver)
+        self._skips = [(sender, receiver) for sender, receiver in edges if receiver > sender + 1]
+        for sender, receiver in self._skips:
+            self._skip_senders[Kind.F][receiver].append(sender)
+            self._skip_senders[Kind.B][sender].append(receiver)
         self._waiting: dict[Action, int] = {}  # the action waited for -> the device that waits
 
     def perform(self) -> None:
@@ -201,7 +206,8 @@ class _Run:
 
     def _begin(self, device: int) -> None:
         """Start the next work of a device that is free, or note what has to happen first."""
-        if not self._left[device]:
+        left = self._left[device]
+        if not left:
             if self._awaits_tied(device):
                 return  # `_finish` comes back when the last of these devices has its gradients
             if (added_up := self._summed(device)) > self._now:
@@ -211,7 +217,7 @@ class _Run:
             elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)
             return
-        action, needed, seconds = self._left[device][0]
+        action, needed, seconds = left[0]
         sent = None
         if needed is not None:
             sent = self._ended.get(needed)
@@ -220,9 +226,10 @@ class _Run:
                 return
             arrival = self._arrivals.get(action)
             if arrival is None:
-                arrival = self._arrivals[action] = max(
-                    self._links.arrival(needed.stage, action.stage, sent), *self._skips_arrive(action)
-                )
+                arrival = self._links.arrival(needed.stage, action.stage, sent)
+                if self._skips:
+                    arrival = max(arrival, *self._skips_arrive(action))
+                self._arrivals[action] = arrival
             if arrival > self._now:
                 heappush(self._arriving, (arrival, device))
                 return

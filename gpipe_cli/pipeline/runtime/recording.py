@@ -192,17 +192,16 @@ def measured_timeline(
     stage 0 is still in the previous step. The time that a stage takes to hand on its results is a transfer, too.
     """
     action_ends = {
-        action: numbers[index * MARKS + 2]
+        action: computed
         for actions, numbers in zip(schedule.stages, seconds, strict=True)
-        for index, action in enumerate(actions)
+        for action, computed in zip(actions, numbers[2::MARKS], strict=False)
     }
     stages, events = [], []
-    for actions, numbers in zip(schedule.stages, seconds, strict=True):
+    for actions, sources, numbers in zip(schedule.stages, schedule.sources, seconds, strict=True):
         spans: list[Span] = []
         stage_events: list[Event] = []
-        for index, action in enumerate(actions):
-            begun, received, computed, handed_on = numbers[index * MARKS : (index + 1) * MARKS]
-            source = schedule.source(action)
+        marks = zip(*(numbers[mark::MARKS] for mark in range(MARKS)), strict=True)
+        for action, source, (begun, received, computed, handed_on) in zip(actions, sources, marks, strict=False):
             if source is not None:
                 stage_events += gap(action, max(begun, min(began_seconds, received)), received, action_ends[source])
             spans.append(Span(action, received, computed))

@@ -13,13 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.reporting.plots.timeline_values import TimelineView
+from gpipe_cli.reporting.plots.timeline_values import MOST_ACTIONS, TimelineView, window_of
 from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.schedule.timeline import Event, EventKind, Span
 from gpipe_cli.system.files import write_whole
 
 TRACE = "timeline_trace.json"
-MOST_DETAILED = 20_000  # actions in a step; larger steps lack waiting and arrows, which would make 100 MB and more
 
 # Names of colours in chrome://tracing (tr.b.ColorScheme of Catapult), which knows no others; Perfetto chooses its own.
 _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
@@ -35,7 +34,8 @@ def write_trace(folder: Path, steps: Sequence[TimelineView]) -> None:
 
 
 def chrome_trace(steps: Sequence[TimelineView]) -> list[TraceEvent]:
-    """The events of the file, with times in microseconds since the start of their own step.
+    """The events of the file, with times in microseconds since the start of their own step, or of the window of it that
+    is shown: of a larger step a file would have 100 MB and more.
 
     Phases (``ph``): X, a slice of a row; M, the name of a row or of a group of rows; s and f, the start and end of an
     arrow. `pid` is the position of the step, `tid` the stage.
@@ -45,12 +45,12 @@ def chrome_trace(steps: Sequence[TimelineView]) -> list[TraceEvent]:
 
 
 def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
+    stages = len(step.timeline.stages)
+    step = window_of(step, stages, MOST_ACTIONS // stages)
     timeline = step.timeline
     spans = {span.action: span for row in timeline.stages for span in row}
-    detailed = len(spans) <= MOST_DETAILED
     rows: list[list[Span | Event]] = [
-        [*row, *(event for event in events if detailed or event.what is not EventKind.WAITING)]
-        for row, events in zip(timeline.stages, timeline.events, strict=True)
+        [*row, *events] for row, events in zip(timeline.stages, timeline.events, strict=True)
     ]
     # the clocks of several machines differ a little, so a piece may begin before its step
     begin = min([step.begin_seconds, *(piece.start_seconds for row in rows for piece in row)])
@@ -59,7 +59,7 @@ def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
         """Rounded to nanoseconds, so that adjacent slices do not overlap: readers drop slices that do."""
         return round((seconds - begin) * 1e9) / 1000
 
-    yield {"name": "process_name", "ph": "M", "args": {"name": step.kind}}
+    yield {"name": "process_name", "ph": "M", "args": {"name": ", ".join(filter(None, (step.kind, step.window)))}}
     for stage, row in enumerate(rows):
         yield {"name": "thread_name", "ph": "M", "tid": stage, "args": {"name": f"stage {stage}"}}
         for piece in row:
@@ -68,9 +68,8 @@ def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
             if duration or isinstance(piece, Span):  # an arrow would end at a wait of no length, not at its action
                 yield {"ph": "X", "tid": stage, "ts": start, "dur": duration, "args": {"stage": stage}} | _look(piece)
     schedule = Schedule(tuple(span.action for span in row) for row in timeline.stages)
-    for action, span in spans.items() if detailed else ():  # arrows follow the slices, to which readers attach them
-        if (needed := schedule.source(action)) is not None:
-            source = spans[needed]
+    for action, span in spans.items():  # arrows follow the slices, to which readers attach them
+        if (needed := schedule.source(action)) is not None and (source := spans.get(needed)) is not None:
             arrow = {"name": "result", "cat": "result", "id": next(numbers)}
             middle = microseconds((source.start_seconds + source.end_seconds) / 2)
             yield {**arrow, "ph": "s", "ts": middle, "tid": needed.stage}

@@ -1,7 +1,8 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
-Up to MOST_BARS bars are hatched, outlined and, where there is room, labelled. More bars (128 stages and 512
-micro-batches have 196,608) would take minutes to draw that way and are plain.
+Up to MOST_BARS bars are hatched, outlined and, where there is room, labelled. More bars would take minutes to draw that
+way and are plain. Of a step that is too large for a picture (128 stages and 512 micro-batches have 131,072 bars and
+more), a window is drawn.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from gpipe_cli.reporting.plots import palette, picture
 from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
-from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
+from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent, window_of
 from gpipe_cli.units import duration
 
 MOST_BARS = 3000  # bars of all panels together; more bars are drawn plain
@@ -27,7 +28,7 @@ LEGEND_TOP_INCHES = 0.57  # for up to LEGEND_LINES kinds of actions; more kinds 
 LEGEND_LINES = 3
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # rows shrink where the panel would exceed its height
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
-SHOWN_STAGES = 16  # with more stages, only some are labelled
+SHOWN_STAGES, SHOWN_ACTIONS = 16, 20  # of a window; with more stages, only some are labelled
 BAR_HEIGHT = 0.86  # share of a row's height
 MARGIN = 1.004  # length of the time axis, relative to the longest timeline
 LEGEND_LINE_INCHES = 0.16
@@ -41,7 +42,9 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
     """The timelines one below the other on a common time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
     figure_width, left, right, title = WIDE if not narrow else NARROW
-    heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
+    views = [window_of(view, SHOWN_STAGES, SHOWN_ACTIONS) for view in views]
+    rows = [range(max(0, len(view.stages) - SHOWN_STAGES) if view.window else 0, len(view.stages)) for view in views]
+    heights = [min(ROW_INCHES * len(shown), PANEL_INCHES) for shown in rows]
     kinds = {bar.what for view in views for bars in view.stages for bar in bars}
     lines = LEGEND_LINE_INCHES * max(0, sum(what in kinds for what in ACTIONS) - LEGEND_LINES)
     top = sum(heights) + title * len(views) + AXIS_INCHES + LEGEND_INCHES + lines
@@ -51,11 +54,12 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
     micro_batches = max(view.micro_batches for view in views)
     single = sum(len(bars) for view in views for bars in view.stages) <= MOST_BARS
     width = figure_width - left - right
-    for view, height in zip(views, heights, strict=True):
+    for view, shown, height in zip(views, rows, heights, strict=True):
         top -= title + height
         axes = _add_axes(figure, left, top, width, height)
-        _name_stages(axes, len(view.stages))
-        _show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
+        _name_stages(axes, shown)
+        words = f"{view.window}; time in {name}" if view.window else f"time since the step began, {name}"
+        _show_axis(axes, end, unit, words if view is views[-1] else "")
         shares = in_percent(view.breakdown)
         idle = f"idle {shares['idle']:.1f} %, including bubble {shares['bubble']:.1f} %"
         numbers = f"step {duration(view.step_seconds)}{', ' if narrow else '   '}{idle}"
@@ -63,7 +67,7 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
         _put_titles(axes, f"{view.kind}  ·  {view.title}{note}", numbers, narrow)
         _bars(axes, view, micro_batches, single)
         if single:
-            _names(axes, view, micro_batches, width / (end * MARGIN), height / len(view.stages))
+            _names(axes, view, micro_batches, width / (end * MARGIN), height / len(shown))
     _legend(figure, micro_batches, kinds, single, LEGEND_TOP_INCHES + lines, narrow)
     return picture.pixels(figure)
 
@@ -164,11 +168,11 @@ def _put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:
         axes.set_title(right, loc="right", **look, pad=7)
 
 
-def _name_stages(axes: Axes, stages: int) -> None:
-    """Makes a row for each stage, stage 0 at the top, and labels at most SHOWN_STAGES of them."""
-    step = next(n for n in (1, 2, 4, 8, 16, 32, 64, stages) if stages / n <= SHOWN_STAGES)
-    shown = range(0, stages, step)
-    axes.set_ylim(stages - 0.5, -0.5)
+def _name_stages(axes: Axes, stages: range) -> None:
+    """Makes a row for each stage, the first at the top, and labels at most SHOWN_STAGES of them."""
+    step = next(n for n in (1, 2, 4, 8, 16, 32, 64, len(stages)) if len(stages) / n <= SHOWN_STAGES)
+    shown = stages[::step]
+    axes.set_ylim(stages.stop - 0.5, stages.start - 0.5)
     axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown], color=INK)
 
 

@@ -1,11 +1,13 @@
 """A training step, measured or simulated, as a picture needs it: Figure 2(c) of the paper, in seconds."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+from gpipe_cli.schedule.schedule import RETURNS
 from gpipe_cli.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:  # the module imports torch, which takes seconds; tables of ru
 BarKind = Literal["F", "R", "B", "I", "W", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
 
+MOST_ACTIONS = 20_000  # of a step that is drawn whole; of larger steps, a window is drawn
 ACTIONS: tuple[BarKind, ...] = ("F", "R", "B", "I", "W")
 # Shares of a step's stage-time, which sum to 1, in the order of display. The paper's overhead breakdown (section 3.1 of
 # the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.
@@ -51,6 +54,7 @@ class TimelineView:
     step_seconds: float  # duration of the whole step, update and set-up included
     breakdown: Mapping[str, float]  # SHARES -> share of stage-time, 0 to 1
     note: str = ""  # shown after the title where there is room: `the median of 45 steps`
+    window: str = ""  # `a window, 20 of 1,024 actions`: what is shown of a larger step; the view then begins with it
 
     @cached_property
     def stages(self) -> tuple[tuple[Bar, ...], ...]:
@@ -70,6 +74,8 @@ class TimelineView:
     @property
     def end_seconds(self) -> float:
         """Where the time axis has to end: at the end of the step, or of a bar that ends later."""
+        if self.window:
+            return self.stages[-1][-1].end_seconds
         return max([self.step_seconds, *(bars[-1].end_seconds for bars in self.stages if bars)])
 
     @property
@@ -77,6 +83,29 @@ class TimelineView:
         """M: the highest micro-batch index among the bars, plus 1."""
         indices = (bar.micro_batch for bars in self.stages for bar in bars if bar.micro_batch is not None)
         return max(indices, default=-1) + 1
+
+
+def window_of(view: TimelineView, stages: int, actions: int) -> TimelineView:
+    """`view` or, of a step with more than MOST_ACTIONS actions, what its last `stages` stages do during `actions`
+    actions of the last stage, about its first backward. The other stages are empty."""
+    timeline = view.timeline
+    if sum(map(len, timeline.stages)) <= MOST_ACTIONS:
+        return view
+    last, others = timeline.stages[-1], len(timeline.stages) - stages
+    turn = next((at for at, span in enumerate(last) if span.action.kind in RETURNS), 0)
+    shown = last[max(0, turn - actions // 2) :][:actions]
+    begin, end = shown[0].start_seconds, shown[-1].end_seconds
+
+    def within(stage: int, pieces: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(
+            piece._replace(start_seconds=max(begin, piece.start_seconds), end_seconds=min(end, piece.end_seconds))
+            for piece in (pieces if stage >= others else ())
+            if piece.start_seconds < end and piece.end_seconds > begin
+        )
+
+    spans, events = (tuple(map(within, count(), rows)) for rows in (timeline.stages, timeline.events))
+    text = f"a window, {len(shown):,} of {len(last):,} actions"
+    return replace(view, timeline=replace(timeline, stages=spans, events=events), begin_seconds=begin, window=text)
 
 
 def predicted_view(title: str, plan: "Plan") -> TimelineView:

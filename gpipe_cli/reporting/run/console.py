@@ -175,7 +175,7 @@ def progress_bar(console: Console, counted: str) -> Progress | None:
         BarColumn(bar_width=None),
         _State(console, counted),
         _TimeLeft(Column(no_wrap=True)),
-        console=console, expand=True, transient=True,
+        console=console, expand=True, transient=True, refresh_per_second=4,
     )  # fmt: skip
 
 

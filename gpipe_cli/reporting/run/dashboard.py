@@ -6,7 +6,7 @@ There is one dashboard per run, in the parent process. `step` counts the steps d
 import html
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_FLUSH_SECONDS = 10.0  # a killed run loses at most the points of its last _FLUSH_SECONDS
+# whether a sink is remote -> a killed run loses at most its points of the last so many seconds
+_FLUSH_SECONDS = {False: 1.0, True: 10.0}  # a request each time
 _KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder that sinks keep with a run
 
 
@@ -48,7 +49,7 @@ class Dashboard:
         kinds = {name: writer(name) for name in config.logger}
         self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and config.dry_run)}
         self._open: dict[Logger, Sink] = {}
-        self._flushed = time.monotonic()
+        self._flushed = dict.fromkeys(_FLUSH_SECONDS, time.monotonic())
         # horizontal lines to compare measured curves with
         self._constants = _tagged({
             "bubble_ideal": result.bubble.ideal,
@@ -77,6 +78,9 @@ class Dashboard:
 
     def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
+        since = {remote: time.monotonic() - flushed for remote, flushed in self._flushed.items()}
+        # the last step is complete before a new point
+        self.flush([remote for remote, seconds in _FLUSH_SECONDS.items() if since[remote] >= seconds])
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last batch may be short
@@ -110,8 +114,10 @@ class Dashboard:
         self._each(lambda sink: sink.picture(name, step, picture))
         self.flush()
 
-    def flush(self) -> None:
-        self._each(lambda sink: sink.flush())
+    def flush(self, kinds: Collection[bool] = (False, True)) -> None:
+        """Has the sinks that are not remote, and those that are, write what is pending."""
+        self._flushed |= dict.fromkeys(kinds, time.monotonic())
+        self._each(lambda sink: sink.flush() if sink.remote in kinds else None)
 
     def _draw(self, step: int, points: Mapping[str, float | None]) -> None:
         values = {tag: value for tag, value in points.items() if value is not None}
@@ -122,14 +128,10 @@ class Dashboard:
 
     def _each(self, use: Callable[[Sink], None]) -> None:
         """Calls `use` with every sink, which is opened if need be."""
-        if due := time.monotonic() - self._flushed >= _FLUSH_SECONDS:  # the last step is complete before a new point
-            self._flushed = time.monotonic()
         for name, kind in list(self._kinds.items()):
             try:
                 if (sink := self._open.get(name)) is None:  # sinks are opened late, as imports take seconds
                     sink = self._open[name] = kind(self._folder, self._run, self._facts)
-                if due:
-                    sink.flush()
                 use(sink)
             except Exception as error:  # whatever the libraries of a sink raise
                 if kind.remote:

@@ -62,8 +62,10 @@ class Writer:
         write_whole(folder / _SETTINGS, event_file(summaries))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for tag, value in values.items():
-            self._file.add(self._summary.scalar(tag, value), step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._file.add(Summary(value=points), step)
 
     def text(self, name: str, step: int, text: str, markdown: bool) -> None:
         # Markdown shows lines that begin with four blanks verbatim.

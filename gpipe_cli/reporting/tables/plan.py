@@ -62,7 +62,6 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
             _show_grid(console, plan.grid)
         show_facts(console, _details(plan))
         show_shares(console, {"predicted": asdict(plan.breakdown)}, plan.ideal_bubble, plan)
-        show_facts(console, [*plan.files.items(), ("written to", str(folder / PLAN))])
 
 
 def stages_of(plan: Plan) -> Table:

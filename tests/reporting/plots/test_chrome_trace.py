@@ -2,11 +2,14 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from reporting_runs import shares
 
-from gpipe_cli.reporting.plots import chrome_trace
+from gpipe_cli.reporting.plots import chrome_trace, timeline
+from gpipe_cli.reporting.plots.picture import DPI
 from gpipe_cli.reporting.plots.timeline_values import TimelineView
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.schedule.schedule import Action, Kind
@@ -31,13 +34,15 @@ def measured() -> TimelineView:
     return TimelineView("", "measured", Timeline(spans, between), 99.0, 9.0, {})
 
 
-def predicted(name: str = "zero_bubble", stages: int = 3, device_of_stage: Any = ()) -> TimelineView:
-    """Simulated, six micro-batches, with odd times, transfers and updates."""
-    schedule = build(name, stages, 6, "except_last")
+def predicted(
+    name: str = "zero_bubble", stages: int = 3, device_of_stage: Any = (), micro_batches: int = 6
+) -> TimelineView:
+    """Simulated, with odd times, transfers and updates."""
+    schedule = build(name, stages, micro_batches, "except_last")
     costs = [StageCost(k / 7, k / 7, k / 3, k / 5, k / 9, update_seconds=0.01) for k in range(1, stages + 1)]
     edges = {(k, k + 1): EdgeCost(1 / 30, 1 / 31) for k in range(stages - 1)}
-    timeline = simulate(schedule, costs, edges, device_of_stage=device_of_stage)
-    return TimelineView("", "predicted", timeline, 0.0, timeline.step_seconds, {})
+    simulated = simulate(schedule, costs, edges, device_of_stage=device_of_stage)
+    return TimelineView("", "predicted", simulated, 0.0, simulated.step_seconds, {})
 
 
 def read(*steps: TimelineView) -> Trace:
@@ -112,3 +117,21 @@ def test_whatever_is_simulated_makes_a_valid_trace(name: str, stages: int, devic
     events = read(step)
     assert sum(e["ph"] == "s" for e in events) == 2 * (stages - 1) * 6  # a forward and a backward over every edge
     assert sum(e["ph"] == "X" and e["cat"] in "FRBIW" for e in events) == sum(map(len, step.timeline.stages))
+
+
+def test_of_a_step_of_30_000_actions_a_window_is_shown_that_can_be_read() -> None:
+    """The file had 40 MB and neither waiting nor arrows, and the picture bars of less than a pixel."""
+    step = predicted("1f1b", stages=64, micro_batches=160)
+    assert sum(map(len, step.timeline.stages)) > 30_000
+    events = read(step)
+    (said,) = (e["args"]["name"] for e in events if e["name"] == "process_name")
+    assert said.startswith("predicted, a window, 312 of 320 actions")
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {e["tid"] for e in slices} == {*range(64)}
+    assert {"waiting", "F", "R", "B"} < {e["cat"] for e in slices}
+    assert len(slices) > 10_000
+    first = min(e["ts"] for e in slices if e["cat"] == "B" and e["tid"] == 63)
+    assert 0 < first < max(e["ts"] for e in slices)
+    height, _, _ = timeline.draw([replace(step, breakdown=shares(0.1))]).shape
+    inches = timeline.TITLE_INCHES + timeline.PANEL_INCHES + timeline.AXIS_INCHES + timeline.LEGEND_INCHES  # of 16 rows
+    assert height == pytest.approx(DPI * inches, abs=2)
