@@ -3,9 +3,12 @@ messages between devices.
 
 Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
 again, finds its input in the cache. A model that is too large for a device is timed in segments. Where stages are
-replayed as graphs, each layer is a stage of its own: the clock cannot be read inside a graph. As processes of a
-machine share its memory and caches, the larger micro-batch is timed again by all at the same time, and by a single
-process with all threads of the machine, as a single device would have them.
+replayed as graphs, each layer is a stage of its own: the clock cannot be read inside a graph.
+
+What is predicted is a step in which all processes compute, and they share memory and caches: so all of them time both
+micro-batches at the same time, in turns for about a second, as other programs may slow down a machine for part of it.
+One process then times the larger micro-batch alone, and with all threads of the machine, as a single device would have
+them: of these only the ratio to the other times counts.
 """
 
 import itertools
@@ -35,8 +38,11 @@ from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
-_WARM_UP, _LEAST, _MOST = 3, 3, 40  # numbers of passes over a segment
+_WARM_UP, _LEAST, _MOST = 3, 3, 400  # numbers of passes over a segment
+_SHARE_ALONE = 0.3  # of `Timing.seconds`: for the passes of one process alone, and for those with all threads
+_IN_TURN = 3  # passes of a size, before those of the other
 _PATIENCE = 3  # the first _LEAST passes may take this many times `Timing.seconds`
+_WARM_UP_SECONDS = 0.1  # about the longest warm-up
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
 _LINK_BYTES = {"cpu": (1 << 10, 1 << 22), TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
 _LINK_ROUNDS = 15
@@ -56,7 +62,7 @@ class Timing:
     segments: PipelineSpec  # the model cut into segments, each of which fits the device
     layers: PipelineSpec | None  # the model cut into single layers, to be replayed as graphs; None without graphs
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
-    seconds: float  # about how long passes over each segment are repeated
+    seconds: float  # about how long all passes over the model together are repeated
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
     most_threads: int  # threads of a device that has the whole machine
 
@@ -89,24 +95,24 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
             )
             yield _Timer(timing, on_device, stage, hooks=cut is timing.segments)
 
-    alone: tuple[Pass, Pass] = [], []
-    together: Pass = []
+    together: tuple[Pass, Pass] = [], []
+    alone: Pass = []
     with_all_threads: Pass = []
     updates: list[float] = []
     set_up = 0.0
     for timer in timers(timing.layers or timing.segments):
-        if control.leads:
-            for layers, samples in zip(alone, timing.samples, strict=True):
-                layers += timer.passes(samples)
         control.barrier()
-        if control.size > 1:
-            together += timer.passes(timing.samples[1])
+        for layers, timed in zip(together, timer.passes(timing.samples), strict=True):
+            layers += timed
+        control.barrier()
+        if control.leads and control.size > 1:
+            alone += timer.passes(timing.samples[1:], _SHARE_ALONE)[0]
         if control.leads and timing.layers is None:
             updates += timer.updates()
             set_up += timer.set_up()
             if timing.most_threads > spec.layout.threads:
                 torch.set_num_threads(timing.most_threads)
-                with_all_threads += timer.passes(timing.samples[1])
+                with_all_threads += timer.passes(timing.samples[1:], _SHARE_ALONE)[0]
                 torch.set_num_threads(spec.layout.threads)
         control.barrier()
     if control.leads and timing.layers is not None:
@@ -116,11 +122,15 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
             set_up += timer.set_up()
     link = _slowest_link(spec, process.number, control, groups)
     if control.leads:
-        seconds = sum(map(sum, alone[1]))
-        slowdown = max(1.0, sum(map(sum, together)) / seconds)
-        faster = max(1.0, seconds / sum(map(sum, with_all_threads))) if with_all_threads else 1.0
-        process.report(Timed(alone, updates, set_up, slowdown, faster, link))
+        slowdown = max(1.0, _sum(together[1]) / _sum(alone)) if alone else 1.0
+        small, large = ([tuple(seconds / slowdown for seconds in layer) for layer in layers] for layers in together)
+        faster = max(1.0, _sum(large) / _sum(with_all_threads)) if with_all_threads else 1.0
+        process.report(Timed((small, large), updates, set_up, slowdown, faster, link))
     control.barrier()
+
+
+def _sum(layers: Pass) -> float:
+    return sum(map(sum, layers))
 
 
 class _Timer:
@@ -131,16 +141,14 @@ class _Timer:
         self._timing, self._spec, self._config, self._stage = timing, spec, timing.config, stage
         self._layers = list(stage.module.children())
         self._clock = Recorder({stage.index: stage.device}).clocks[stage.index]
-        self._samples = 0  # samples of the micro-batch drawn last
-        self._inputs: Tensors = ()
-        self._gradients: Sequence[torch.Tensor | None] = ()
-        self._targets: torch.Tensor | None = None  # given only for the segment with the last layer
+        # by samples: inputs, gradients of outputs, and targets, which only the segment with the last layer has
+        self._drawn: dict[int, tuple[Tensors, Sequence[torch.Tensor | None], torch.Tensor | None]] = {}
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
         self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
         self._hooks = hooks
-        self._seconds = timing.seconds if hooks else timing.seconds / spec.partitions
+        self._seconds = timing.seconds / spec.partitions
         if stage.graphs is not None:
             stage.graphs.rehearsing = True
         for number, layer in enumerate(self._layers) if hooks else ():
@@ -151,7 +159,14 @@ class _Timer:
             layer.register_forward_hook(partial(self._await_gradient, number))
 
     def _draw(self, samples: int) -> None:
-        """Draw a micro-batch of `samples`, and the gradients of the segment's outputs."""
+        """Take a micro-batch of `samples`, and gradients of the segment's outputs, drawn when they are first needed."""
+        if samples not in self._drawn:
+            self._drawn[samples] = self._draw_anew(samples)
+        self._samples = samples
+        self._inputs, self._gradients, self._targets = self._drawn[samples]
+
+    def _draw_anew(self, samples: int) -> tuple[Tensors, Sequence[torch.Tensor | None], torch.Tensor | None]:
+        """Inputs of the segment, gradients of its outputs and, for the segment with the last layer, targets instead."""
         stage, spec, config = self._stage, self._spec, self._config
         generator = torch.Generator().manual_seed(0)
         memory_format = MEMORY_FORMATS[spec.memory_format]
@@ -165,14 +180,12 @@ class _Timer:
             return tuple(in_layout(tensor.to(stage.device), memory_format) for tensor in tensors)
 
         outputs = outputs_of(config)
-        self._samples = samples
-        self._inputs = drawn(spec.stage_inputs(stage.index), outputs)
+        inputs = drawn(spec.stage_inputs(stage.index), outputs)
         if stage.index == spec.partitions - 1:
-            self._targets = torch.randint(outputs, targets_of(config, samples, spec.lengths), generator=generator)
-        else:
-            boundary = spec.stage_outputs(stage.index)
-            gradients = drawn(boundary, 1)
-            self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
+            return inputs, (), torch.randint(outputs, targets_of(config, samples, spec.lengths), generator=generator)
+        boundary = spec.stage_outputs(stage.index)
+        gradients = drawn(boundary, 1)
+        return inputs, [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)], None
 
     def _await_gradient(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         def mark_backward(gradient: torch.Tensor) -> None:
@@ -187,20 +200,27 @@ class _Timer:
     def _weight_is_done(self, number: int, weight: torch.Tensor) -> None:
         self._weights.append((number, self._clock.now()))
 
-    def passes(self, samples: int) -> Pass:
-        """The median seconds of each layer for a micro-batch of `samples`, scaled by a common factor so that they sum
-        to a mean pass: occasional interruptions show in no layer's median, but slow down every step."""
-        self.warm_up(samples)
-        taken: list[Pass] = []
+    def passes(self, sizes: Sequence[int], share: float = 1.0) -> list[Pass]:
+        """The seconds of each layer for micro-batches of these sizes, timed in turns for a share of `Timing.seconds`:
+        medians, scaled by a common factor so that they sum to a mean pass, as occasional interruptions show in no
+        layer's median, but slow down every step."""
+        for samples in sorted(sizes, reverse=True):  # graphs share memory, and those in too little are dropped
+            self.warm_up(samples)
+        taken: list[list[Pass]] = [[] for _ in sizes]
         began = time.perf_counter()
-        while not taken or (
-            len(taken) < _MOST
-            and time.perf_counter() - began < self._seconds * (_PATIENCE if len(taken) < _LEAST else 1)
+        while not taken[0] or (
+            len(taken[0]) < _MOST
+            and time.perf_counter() - began < share * self._seconds * (_PATIENCE if len(taken[0]) < _LEAST else 1)
         ):
-            taken.append(self._one_pass())
-        mean = sum(sum(map(sum, layers)) for layers in taken) / len(taken)
-        medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
-        factor = mean / sum(map(sum, medians))
+            for passes, samples in zip(taken, sizes, strict=True):
+                self._draw(samples)
+                passes += [self._one_pass() for _ in range(_IN_TURN)]
+        return [self._typical(passes) for passes in taken]
+
+    @staticmethod
+    def _typical(passes: Sequence[Pass]) -> Pass:
+        medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*passes, strict=True)]
+        factor = sum(map(_sum, passes)) / len(passes) / _sum(medians)
         return [tuple(factor * seconds for seconds in layer) for layer in medians]
 
     def warm_up(self, samples: int) -> None:
@@ -211,7 +231,7 @@ class _Timer:
         for number in itertools.count(1):
             recordings = self._recordings()
             self._one_pass()
-            long = time.perf_counter() - began > self._seconds  # passes this long need no more warm-up
+            long = time.perf_counter() - began > _WARM_UP_SECONDS  # passes this long need no more warm-up
             if (long or number >= _WARM_UP) and self._recordings() == recordings:
                 break
 
