@@ -39,7 +39,7 @@ from gpipe_cli.training.pipeline_part import build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 3, 400  # numbers of passes over a segment
-_SHARE_ALONE = 0.3  # of `Timing.seconds`: for the passes of one process alone, and for those with all threads
+_SHARE_ALONE = 0.3  # of `Timing.seconds`: for the passes of a process alone, and for those with all threads
 _IN_TURN = 3  # passes of a size, before those of the other
 _PATIENCE = 3  # the first _LEAST passes may take this many times `Timing.seconds`
 _WARM_UP_SECONDS = 0.1  # about the longest warm-up

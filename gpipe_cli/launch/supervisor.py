@@ -215,7 +215,7 @@ class Supervisor:
         reason = Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
             reason = Reason.ABORTED
-            text += "; so NCCL ends a process whose GPU has failed, or another one is lost: NCCL_DEBUG=WARN says more"
+            text += "; so NCCL ends a process whose GPU has failed, or whose peer is lost: NCCL_DEBUG=WARN says more"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
         return Failure(process, text, time.time(), reason)

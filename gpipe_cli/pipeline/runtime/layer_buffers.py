@@ -7,8 +7,8 @@ forward that will be run again keeps the earlier values of what it changes. Batc
 statistics are deferred. Attributes that are no buffers are not looked at.
 
 Torch counts the writes to a tensor, but not those of all operations: not through `.data`, and not those of the fused
-observers of quantization-aware training. So the first forward also compares values, and where one has changed unseen,
-all buffers of its module count as changing: those of an observer may keep their values in one micro-batch.
+observers of quantization-aware training. So the first forward also compares values, and where these have changed
+unseen, all buffers of the module count as changing: those of an observer may keep their values in a micro-batch.
 """
 
 from collections.abc import Iterable, Iterator

@@ -646,7 +646,7 @@ def _others(seeds: Seeds) -> Seeds:
 
 
 def _other_values(given: torch.Tensor) -> torch.Tensor:
-    """Values that layers take as well: of other samples or, of one sample, of other places, unless they are indices."""
+    """Values that layers take as well: those of other samples or, unless they are indices, of other places."""
     if given.shape[:1] != (1,):
         return given.roll(1, 0)
     return given.roll(1) if given.is_floating_point() else given

@@ -90,13 +90,13 @@ def deviations(comparison: Comparison) -> dict[str, tuple[str, str]]:
     sample), and their unit; {} of others."""
     if [column.key for column in comparison.settings if len(set(map(str, column.plain_values))) > 1] != ["seed"]:
         return {}
-    found = {}
+    of_measure = {}
     for column in comparison.results:
         numbers = column.plain_values
         if column.key in MEASURES and column.printed and None not in numbers and len(set(numbers)) > 1:
             unit, bare = MEASURES[column.key].unit.scale(numbers)
-            found[column.key] = f"{bare(mean(numbers))} ± {bare(stdev(numbers))}", unit
-    return found
+            of_measure[column.key] = f"{bare(mean(numbers))} ± {bare(stdev(numbers))}", unit
+    return of_measure
 
 
 def all_columns(comparison: Comparison, *, with_deviations: bool = False) -> Table:

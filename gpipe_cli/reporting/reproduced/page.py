@@ -90,8 +90,8 @@ def claims(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
     )
     claim = reproduction.claim
     minutes = f"{reproduction.seconds / 60:.1f}"
-    found = [verdict for table in reproduction.tables for verdict in verdicts(table)]
-    for verdict in sorted(found, key=lambda verdict: verdict.words == NOT_COMPARABLE):
+    of_tables = [verdict for table in reproduction.tables for verdict in verdicts(table)]
+    for verdict in sorted(of_tables, key=lambda verdict: verdict.words == NOT_COMPARABLE):
         numbers = verdict.paper, verdict.ours, verdict.origin, verdict.difference
         yield claim, verdict.what, *numbers, verdict.words, minutes
         claim = minutes = ""
