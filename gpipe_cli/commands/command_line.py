@@ -183,7 +183,7 @@ def _elsewhere(group: str, choice: str) -> str:
     chains = [name for name, row in timm_models().items() if row and name.startswith(choice)]
     if not chains or len(choice) < 3:
         return ""
-    name = min(chains, key=len)  # that of the choice itself, if there is one
+    name = min(chains, key=len)  # that of the choice itself, if any
     size = re.search(r"(?:patch|mixer_\w)\d+_(\d+)$", name)  # others take many sizes, but not all take that of digits
     return f"model=timm model.name={name} dataset.image_size={size[1] if size else 224}"
 

@@ -26,8 +26,7 @@ runs that differ in their seeds only, mean and standard deviation are shown, too
 
 Settings
   format             table: columns that the terminal has room for |
-                     json, csv: all columns, numbers with all their digits |
-                     latex: a tabular for the package booktabs
+                     json, csv: all columns, numbers with all digits | latex: for papers, with the package booktabs
 
 Examples
   gpipe compare outputs/2026-01-31_12-00-00_sweep

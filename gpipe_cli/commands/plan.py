@@ -42,8 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     arguments, given = words_and_settings(arguments, "format")
     line = read("plan", arguments)
     form = given["format"]
-    nothing = dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out")
-    line.refuse({**nothing, "quiet": "what is printed is the plan; leave it out"})
+    line.refuse(
+        dict.fromkeys(("resume", "dry_run", "quiet"), "a plan runs nothing, and is what is shown; leave it out")
+    )
     refuse_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
     if line.options["multirun"] and not line.is_question:
         return _sweep(line, form)

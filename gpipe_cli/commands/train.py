@@ -48,8 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
     tree = sweep.compose(line, show)
     if tree is None:
-        runs = sweep.runs
-        return 1 if any(run.failed for run in runs) or (runs and all(run.refused for run in runs)) else 0
+        return 1 if any(run.failed for run in sweep.runs) or {run.refused for run in sweep.runs} == {True} else 0
     return perform(requested(tree, line.overrides), "train", *arguments, guided=True)
 
 

@@ -138,9 +138,8 @@ class Recipe:
         if scale == "smoke":
             smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
             whole = any(run.command == "simulated" and run.paper_size for run in self.experiment.runs)
-            means = "what is simulated is at the paper's size, what is measured" if whole else "numbers"
-            mean = "means" if whole else "mean"
-            notes.append(("scaled down", f"shows that the code runs; {means} {mean} nothing{smaller}"))
+            means = "what is simulated is at the paper's size, what is measured means" if whole else "numbers mean"
+            notes.append(("scaled down", f"shows that the code runs; {means} nothing{smaller}"))
         notes += [*(("our choice", choice) for choice in self.choices), *findings.notes]
         columns = [column for table in findings.tables for column in table.columns]
         if not findings.comparable and any(column.origin == "difference" for column in columns):

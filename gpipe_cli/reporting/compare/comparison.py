@@ -1,8 +1,7 @@
 """The columns of a comparison: settings in which runs differ, and results (as in the paper's tables 2, 3, 4 and 5).
 
 Settings that are the same in all runs are left out, but for K and M. Rows are named by the settings that differ, if
-they are few (`partitions=2`), else by folders, as two runs always are. Measured, predicted and ideal values have
-separate columns.
+they are few (`partitions=2`), else, and if they are two, by folders. Values measured, predicted and ideal are apart.
 """
 
 import json
@@ -44,8 +43,7 @@ class Comparison:
         return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
 
     def referred(self, positions: Sequence[int]) -> str:
-        """The runs at `positions`, for a sentence: `all runs`; `partitions=2, partitions=4`; of two, the name; or by
-        number, `runs 1 to 4, 7`."""
+        """The runs at `positions`: `all runs`; by settings, `partitions=2`; of two, the name; or `runs 1 to 4, 7`."""
         if len(positions) == len(self.runs) > 1:
             return "both runs" if len(positions) == 2 else "all runs"
         if self.by_settings or len(self.runs) == 2:
@@ -83,9 +81,8 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """A different name for each run: `partitions=2`, or a piece of its folder's name."""
     keys = differing(runs)
-    parts = (
-        _settings(runs, keys) if _by_settings(runs, keys) else _folders([run.folder.resolve().parts for run in runs])
-    )
+    folders = [run.folder.resolve().parts for run in runs]
+    parts = _settings(runs, keys) if _by_settings(runs, keys) else _folders(folders)
     return [
         name if parts.count(name) == 1 and name else f"{name} #{number}".strip()
         for number, name in enumerate(parts, start=1)

@@ -22,7 +22,6 @@ from gpipe_cli.results.measures import MEASURES, SHARE, TRAIN_LOSS, Measure
 from gpipe_cli.units import plural
 
 TRAINED = "completed"
-PIPED = 120  # characters of a table in a pipe or a file, where format=csv is for programs
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
@@ -52,7 +51,7 @@ def _show_rows(console: Console, comparison: Comparison, completed: bool) -> Non
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     leading = [number, *named, *comparison.settings[:naming]]
     columns = [*leading, *results, *comparison.settings[naming:]]
-    show_table(console, Table("", columns, len(leading)), gap=1, elsewhere="format=csv", piped=PIPED)
+    show_table(console, Table("", columns, len(leading)), gap=1, elsewhere="format=csv", piped=120)
 
 
 def _show_two(console: Console, comparison: Comparison) -> None:
@@ -86,22 +85,20 @@ def _difference(measure: Measure | None, first: Any, second: Any) -> str:
 
 
 def deviations(comparison: Comparison) -> dict[str, tuple[str, str]]:
-    """Of runs that differ in their seeds only: key of a measure -> `97.5 ± 0.3`, mean and standard deviation (of a
-    sample), and their unit; {} of others."""
+    """Of runs that differ in their seeds only: measure -> `97.5 ± 0.3`, mean and standard deviation, and the unit."""
     if [column.key for column in comparison.settings if len(set(map(str, column.plain_values))) > 1] != ["seed"]:
         return {}
-    of_measure = {}
+    spread = {}
     for column in comparison.results:
         numbers = column.plain_values
         if column.key in MEASURES and column.printed and None not in numbers and len(set(numbers)) > 1:
             unit, bare = MEASURES[column.key].unit.scale(numbers)
-            of_measure[column.key] = f"{bare(mean(numbers))} ± {bare(stdev(numbers))}", unit
-    return of_measure
+            spread[column.key] = f"{bare(mean(numbers))} ± {bare(stdev(numbers))}", unit
+    return spread
 
 
 def all_columns(comparison: Comparison, *, with_deviations: bool = False) -> Table:
-    """The comparison for programs: values are in the units of result.json. `with_deviations`: for people, with a last
-    row, if the runs differ in their seeds only."""
+    """The comparison for programs, in the units of result.json; or for people, with a last row of `deviations`."""
     columns = [Column("run", cells=comparison.names), *comparison.columns]
     if with_deviations and (over_seeds := deviations(comparison)):
         last = ["mean ± deviation", *(over_seeds.get(column.key, [""])[0] for column in comparison.columns)]

@@ -118,8 +118,7 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
 
 
 def first_difference(one: Curve | None, other: Curve | None) -> int | None:
-    """The first step at which two curves differ; None if they are the same at all steps that both have, or one is
-    missing."""
+    """The first step at which two curves differ; None if there is none among those that both have."""
     if one is None or other is None:
         return None
     theirs = dict(zip(other.steps, map(repr, other.values), strict=True))

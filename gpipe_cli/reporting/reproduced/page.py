@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.reproduced.verdict import AGREES, NOT_COMPARABLE, verdicts
+from gpipe_cli.reporting.reproduced.verdict import AGREES, verdicts
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reporting.tables.table import Column, to_html
 from gpipe_cli.system.files import write_whole
@@ -52,7 +52,7 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
         yield from (f"<li><code>{escape(name)}</code> failed: {escape(why)}</li>" for name, why in failed.items())
         yield "</ul></section>"
     yield '<section><h2>Claims</h2><table class="claims"><thead><tr>'
-    yield from (f'<th scope="col"{_aligned(column)}>{column.heading}</th>' for column in CLAIMS[1:-1])
+    yield from (f'<th scope="col">{column.heading}</th>' for column in CLAIMS[1:-1])
     yield "</tr></thead>"
     yield from map(_group, reproductions)
     yield "</table></section>"
@@ -73,25 +73,20 @@ def _group(reproduction: Reproduction) -> str:
     lines = [f'<tbody><tr><th scope="rowgroup" colspan="{len(CLAIMS) - 2}">{about}</th></tr>']
     for _, what, *cells, _ in claims(reproduction):
         columns = zip(CLAIMS[2:-1], cells, strict=True)
-        line = (f'<td data-of="{c.heading}"{_aligned(c)}>{escape(cell)}</td>' for c, cell in columns)
+        line = (f'<td data-of="{column.heading}">{escape(cell)}</td>' for column, cell in columns)
         lines.append(f'<tr><th scope="row">{escape(what)}</th>{"".join(line)}</tr>')
     return "\n".join([*lines, "</tbody>"])
 
 
-def _aligned(column: Column) -> str:
-    return "" if column.right else ' class="text"'
-
-
 def claims(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
-    """A row for each verdict on the tables, those first that can be compared; if there is none, a single row with a
-    note."""
+    """A row for each verdict on the tables, comparable numbers first; without a verdict, a row with a note."""
     words = next(
         (line for label, line in reproduction.notes if label in ("weights", "found")), "no number in the paper"
     )
     claim = reproduction.claim
     minutes = f"{reproduction.seconds / 60:.1f}"
     of_tables = [verdict for table in reproduction.tables for verdict in verdicts(table)]
-    for verdict in sorted(of_tables, key=lambda verdict: verdict.words == NOT_COMPARABLE):
+    for verdict in sorted(of_tables, key=lambda verdict: verdict.words == "not comparable"):
         numbers = verdict.paper, verdict.ours, verdict.origin, verdict.difference
         yield claim, verdict.what, *numbers, verdict.words, minutes
         claim = minutes = ""

@@ -8,7 +8,6 @@ from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import plural
 
 OURS = ("measured", "counted", "planned", "simulated")  # the origins of our numbers
-NOT_COMPARABLE = "not comparable"
 AGREES = 0.1  # a number agrees if it differs by no more than this share of the paper's; our choice
 
 
@@ -47,7 +46,7 @@ def _verdict(table: Table, paper: Column, ours: Column, rows: list[int]) -> Verd
     if without and (differences or ours.origin in ("measured", "counted")):
         compared = {}  # the numbers are of other data or sizes
     apart = [at for at, off in compared.items() if off > AGREES]
-    words = "agrees" if compared else NOT_COMPARABLE
+    words = "agrees" if compared else "not comparable"
     if apart:
         furthest = max(apart, key=compared.__getitem__)
         worst = f"{', '.join(_words(table, '', furthest))}: {ours.cells[furthest]} for {paper.cells[furthest]}"

@@ -7,13 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
-from gpipe_cli.config.groups import (
-    AmoebaNetConfig,
-    CosineLearningRateConfig,
-    ImagesConfig,
-    InverseSqrtLearningRateConfig,
-    choice_of,
-)
+from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, flattened, load_preset
 from gpipe_cli.config.typed import show
 from gpipe_cli.data.micro_batches import micro_batch_sizes
@@ -116,7 +110,7 @@ def _cut_off(run: RunDescription, epoch_steps: int) -> Iterator[tuple[str, str]]
     """Lines about curves over the whole training of which this run has only the beginning."""
     config, end = run.config, run.total_steps
     if end < warm_up_steps(config.learning_rate, epoch_steps):
-        by_steps = isinstance(config.learning_rate, InverseSqrtLearningRateConfig)
+        by_steps = hasattr(config.learning_rate, "warmup_steps")
         use = f"warmup_steps={max(1, end // 10)}" if by_steps else "warmup_epochs=0"
         ends = f"the run ends within the warm-up, at a learning rate of {_rate(run, end - 1)}"
         yield "", f"{ends}; learning_rate.{use} shortens it"

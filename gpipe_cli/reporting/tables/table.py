@@ -113,8 +113,7 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
 
     A narrow terminal gets the columns that name the rows and, from the left, the others that fit; a line below says
     where all are: `elsewhere`, such as `format=csv`. If that is empty, no column is left out. A pipe or a file gets
-    every column, and one line per row, as with ps and kubectl, for grep and awk; of at most `piped` characters, if
-    that is given.
+    every column, and one line per row, as with ps and kubectl, for grep and awk; of at most `piped` characters.
     """
     columns = shown = [column for column in table.columns if column.printed]
     width = console.width if console.is_terminal else piped
