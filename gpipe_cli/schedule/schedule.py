@@ -135,11 +135,6 @@ class Schedule(tuple[Row, ...]):
             return split if split in self.split else Action(Kind.B, stage + 1, micro_batch)
         return None
 
-    @cached_property
-    def sources(self) -> tuple[tuple[Action | None, ...], ...]:
-        """The `source` of each action of each stage."""
-        return tuple(tuple(map(self.source, actions)) for actions in self.stages)
-
     def first(self, micro_batches: int) -> "Schedule":
         """This order with only the first `micro_batches`, for a mini-batch that has fewer than M."""
         rows = (tuple(a for a in row if a.micro_batch < micro_batches) for row in self)

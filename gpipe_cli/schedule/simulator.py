@@ -82,10 +82,8 @@ class LinkQueues:
         is occupied until then, or the end of a skip. Transfers within a device, or without `edges`, take no time."""
         if not self._edges or self._device_of_stage[sender] == self._device_of_stage[receiver]:
             return sent_seconds
-        if sender < receiver:
-            seconds = self._edges[sender, receiver].forward_seconds
-        else:
-            seconds = self._edges[receiver, sender].backward_seconds
+        cost = self._edges[min(sender, receiver), max(sender, receiver)]
+        seconds = cost.forward_seconds if sender < receiver else cost.backward_seconds
         arrival = max(sent_seconds, self._free.get((sender, receiver), 0.0)) + seconds
         self._free[sender, receiver] = arrival
         return arrival
@@ -156,9 +154,8 @@ class _Run:
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
         seconds_of = cache(lambda stage, kind, retain: stages[stage].seconds(kind, retain))
         for action, retain in performed(schedule, device_of_stage):
-            kind, stage, _ = action
-            left = action, schedule.source(action), seconds_of(stage, kind, retain)
-            self._left[device_of_stage[stage]].append(left)
+            seconds = seconds_of(action.stage, action.kind, retain)
+            self._left[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
         updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]
         self._updates = [deque(k for k in updated if device_of_stage[k] == device) for device in range(devices)]
         self._added_up = [0.0] * devices  # when the gradients of its finished stages are summed over replicas
@@ -206,8 +203,7 @@ class _Run:
 
     def _begin(self, device: int) -> None:
         """Start the next work of a device that is free, or note what has to happen first."""
-        left = self._left[device]
-        if not left:
+        if not self._left[device]:
             if self._awaits_tied(device):
                 return  # `_finish` comes back when the last of these devices has its gradients
             if (added_up := self._summed(device)) > self._now:
@@ -217,7 +213,7 @@ class _Run:
             elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)
             return
-        action, needed, seconds = left[0]
+        action, needed, seconds = self._left[device][0]
         sent = None
         if needed is not None:
             sent = self._ended.get(needed)

@@ -50,8 +50,6 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
     Until ``sent_seconds``, when the neighbour finished what the action needs (None if it needs nothing from a
     neighbour), the stage was waiting; the rest is an exposed transfer.
     """
-    if start_seconds <= free_seconds:  # the usual case, which costs nothing
-        return ()
     waited_until = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
     parts = ((EventKind.WAITING, free_seconds, waited_until), (EventKind.TRANSFER, waited_until, start_seconds))
     return tuple(Event(what, start, end, action) for what, start, end in parts if end > start)

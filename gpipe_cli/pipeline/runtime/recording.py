@@ -197,12 +197,12 @@ def measured_timeline(
         for action, computed in zip(actions, numbers[2::MARKS], strict=False)
     }
     stages, events = [], []
-    for actions, sources, numbers in zip(schedule.stages, schedule.sources, seconds, strict=True):
+    for actions, numbers in zip(schedule.stages, seconds, strict=True):
         spans: list[Span] = []
         stage_events: list[Event] = []
         marks = zip(*(numbers[mark::MARKS] for mark in range(MARKS)), strict=True)
-        for action, source, (begun, received, computed, handed_on) in zip(actions, sources, marks, strict=False):
-            if source is not None:
+        for action, (begun, received, computed, handed_on) in zip(actions, marks, strict=False):
+            if (source := schedule.source(action)) is not None:
                 stage_events += gap(action, max(begun, min(began_seconds, received)), received, action_ends[source])
             spans.append(Span(action, received, computed))
             if handed_on > computed:

@@ -1,8 +1,7 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
 Up to MOST_BARS bars are hatched, outlined and, where there is room, labelled. More bars would take minutes to draw that
-way and are plain. Of a step that is too large for a picture (128 stages and 512 micro-batches have 131,072 bars and
-more), a window is drawn.
+way and are plain. Of larger steps (128 stages and 512 micro-batches have 131,072 actions) a window is drawn.
 """
 
 from collections.abc import Sequence

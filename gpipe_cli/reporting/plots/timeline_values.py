@@ -105,7 +105,7 @@ def window_of(view: TimelineView, stages: int, actions: int) -> TimelineView:
 
     spans, events = (tuple(map(within, count(), rows)) for rows in (timeline.stages, timeline.events))
     text = f"a window, {len(shown):,} of {len(last):,} actions"
-    return replace(view, timeline=replace(timeline, stages=spans, events=events), begin_seconds=begin, window=text)
+    return replace(view, timeline=Timeline(spans, events), begin_seconds=begin, window=text)
 
 
 def predicted_view(title: str, plan: "Plan") -> TimelineView:
