@@ -21,7 +21,7 @@ from gpipe_cli.config.typed import RefusedError, SettingError
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.tables.table import TABLE, to_csv
+from gpipe_cli.reporting.tables.table import TABLE, formatted
 from gpipe_cli.results.files import as_json
 from gpipe_cli.system.interrupts import import_apart
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stages_of
 
-        sys.stdout.write(as_json(plan.tree()) if form == "json" else to_csv(stages_of(plan)))
+        sys.stdout.write(as_json(plan.tree()) if form == "json" else formatted(stages_of(plan), form))
     return 0
 
 
@@ -115,8 +115,8 @@ def _sweep(line: CommandLine, form: str) -> int:
         raise refused[0]
     if form == "json":
         sys.stdout.write(as_json([plan.tree() for plan in plans]))
-    elif form == "csv":
-        sys.stdout.write(to_csv(plans_of(plans)))
+    elif form != TABLE:
+        sys.stdout.write(formatted(plans_of(plans), form))
     else:
         show_plans(Console(), plans)
     return 0

@@ -339,8 +339,9 @@ function memoryTile(section) {
   const own = changes().length ? `${owner()}'s own setting: ${size(fullestPeak(state.ownFigure))}` : "";
   const alone = stages.length > 1
     && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for its stages separately`;
-  const node = tile(section, "peak ", size(peaks[device]), `on ${deviceWord(figure, device)}`, alone, versus, own);
-  node.firstChild.append(word("memory"), " without libraries");
+  const where = `at most, on ${deviceWord(figure, device)}, without libraries`;
+  const node = tile(section, "", size(peaks[device]), where, alone, versus, own);
+  node.firstChild.append(word("memory"));
 }
 
 function measuredLine() {

@@ -14,7 +14,7 @@ _LANES_ONLY = """<style>
 header,#intro,#questions,#controls,#order,#shares,#words,main>section:has(#shares,#words),
 main>p.pale,#numbers small{display:none!important}
 #columns{display:block!important}
-#numbers{grid-template-columns:repeat(5,1fr)!important}
+#numbers{grid-template-columns:repeat(auto-fit,minmax(130px,1fr))!important}
 body{margin:0!important;padding:0 4px!important}
 </style>"""
 
