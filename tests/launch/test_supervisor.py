@@ -4,14 +4,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-import torch
 from plan_runs import traced
 from reporting_runs import spec
 from training_runs import TINY, children, configure, spec_of, until_asked
+from worker_tasks import SIZES, fail_twice, nothing, report_sizes, stop_within_a_message
 
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.supervisor import run_task
@@ -43,31 +42,6 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
 ONE_PROCESS = spec(devices=("cpu",) * 3, process_of_stage=(0, 0, 0))
 
 
-def nothing(process: WorkerProcess) -> None:
-    pass
-
-
-def fail_twice(process: WorkerProcess) -> None:
-    """A GPU's fault, after which nothing that asks the GPU can be cleaned up."""
-
-    def write_what_is_lost() -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    process.before_failing.extend((write_what_is_lost, lambda: process.report("the last checkpoint")))
-    raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
-
-def stop_within_a_message(process: WorkerProcess) -> None:
-    process.report("begun")
-
-    def write_half(connection: Connection, buffer: memoryview) -> None:
-        os.write(connection.fileno(), buffer[: len(buffer) // 2])
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    Connection._send = write_half  # type: ignore[attr-defined]
-    process.report("x" * 10_000)
-
-
 def test_the_first_failure_is_reported_whatever_fails_after_it() -> None:
     """The run is then started again: only where a process or its device was lost can that help."""
     messages: list[object] = []
@@ -91,14 +65,6 @@ def test_messages_of_every_size_arrive_whole_and_in_order() -> None:
     received: list[object] = []
     assert run_task(report_sizes, ONE_PROCESS, 60.0, received.append) is None
     assert [len(str(message)) for message in received] == SIZES
-
-
-SIZES = [0, 1, 300, 17_000, 3_000_000, 2, 70_000]
-
-
-def report_sizes(process: WorkerProcess) -> None:
-    for size in SIZES:
-        process.report("x" * size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds descriptors in /proc")
