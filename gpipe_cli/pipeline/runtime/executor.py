@@ -201,11 +201,11 @@ class Executor:
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
 def _scheduled(schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]) -> Sequence[_Scheduled]:
     """The actions of `stages` in the order in which their process performs them."""
-    steps = []
+    in_order = []
     for action, keep in linearize_retained(schedule, device_of_stage):
         if action.stage in stages:
             ahead = action.kind is Kind.F and action.stage < len(device_of_stage) - 1
             back = action.kind in RETURNS and action.stage > 0
             is_last = action == schedule.stages[action.stage][-1]
-            steps.append(_Scheduled(action, keep, schedule.source(action) is not None, ahead or back, is_last))
-    return steps
+            in_order.append(_Scheduled(action, keep, schedule.source(action) is not None, ahead or back, is_last))
+    return in_order
