@@ -143,7 +143,7 @@ class Files:
             with suppress(Exception), open_regular(Path(path)) as file, Image.open(file) as image:  # refused when read
                 form = _FORMS.get(image.mode[:4], image.mode)  # without the order of bytes
                 forms[f"{form} drawn on white" if image.has_transparency_data else form] += 1
-                turned += image.getexif().get(_ORIENTATION, 1) != 1
+                turned += image.getexif().get(_ORIENTATION) in range(2, 9)  # others are no orientations
         count = f"{len(chosen):,} of {len(self.paths):,}" if len(chosen) < len(self.paths) else f"{len(chosen):,}"
         kinds = ", ".join(f"{form} {number:,}" for form, number in forms.most_common())
         return f"{count} files: {kinds}" + (f"; {turned:,} turned by their tag" if turned else "")

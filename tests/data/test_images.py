@@ -164,6 +164,8 @@ def test_pixels_keep_their_values(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6  # the first row is the right-hand side
     Image.fromarray(grey).save(tmp_path / "turned.png", exif=turned)
+    turned[0x0112] = 65535  # no orientation, once counted as turned
+    Image.fromarray(grey).save(tmp_path / "strange.png", exif=turned)
     for name, values in (
         ("deep.png", grey * np.uint16(257)),
         ("deep.tif", grey * np.uint16(257)),
@@ -175,12 +177,13 @@ def test_pixels_keep_their_values(tmp_path: Path) -> None:
         ("deep.tif", grey),
         ("alpha.png", grey),
         ("turned.png", np.rot90(grey, -1)),
+        ("strange.png", grey),
     ):
         assert np.array_equal(Files((str(tmp_path / name),))[0][1], wanted), name
     words = Files(tuple(str(path) for path in sorted(tmp_path.iterdir()))).described()
-    assert words.startswith("4 files: ")
-    assert {"16-bit grey (scaled to 8) 2", "8-bit RGB drawn on white 1", "8-bit grey 1; 1 turned by their tag"} == {
-        *words.removeprefix("4 files: ").split(", ")
+    assert words.startswith("5 files: ")
+    assert {"16-bit grey (scaled to 8) 2", "8-bit grey 2", "8-bit RGB drawn on white 1; 1 turned by their tag"} == {
+        *words.removeprefix("5 files: ").split(", ")
     }
     for kind in (np.int32, np.float32):
         Image.fromarray(grey.astype(kind)).save(tmp_path / "wide.tif")
