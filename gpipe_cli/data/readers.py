@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 ENDINGS = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif", ".jpe",
 )  # fmt: skip
+# Pillow looks at a file's bytes and not at its ending: for EPS it would start Ghostscript, with a program from the file
+_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 # Pillow's modes of images
 _FORMS = {
     "1": "1-bit", "L": "8-bit grey", "LA": "8-bit grey", "I;16": "16-bit grey (scaled to 8)", "P": "palette",
@@ -140,7 +142,11 @@ class Files:
         chosen = self.paths[:: -(-len(self.paths) // _DESCRIBED)]
         forms, turned = Counter[str](), 0
         for path in chosen:
-            with suppress(Exception), open_regular(Path(path)) as file, Image.open(file) as image:  # refused when read
+            with (
+                suppress(Exception),
+                open_regular(Path(path)) as file,
+                Image.open(file, formats=_FORMATS) as image,
+            ):  # refused when read
                 form = _FORMS.get(image.mode[:4], image.mode)  # without the order of bytes
                 forms[f"{form} drawn on white" if image.has_transparency_data else form] += 1
                 turned += image.getexif().get(_ORIENTATION) in range(2, 9)  # others are no orientations
@@ -154,7 +160,7 @@ def decoded(path: str) -> "Iterator[Image]":
     """An image file, turned as its EXIF tag says. Raises whatever Pillow raises for damaged bytes."""
     from PIL import Image, ImageOps
 
-    with open_regular(Path(path)) as file, Image.open(file) as image:
+    with open_regular(Path(path)) as file, Image.open(file, formats=_FORMATS) as image:
         ImageOps.exif_transpose(image, in_place=True)
         yield image
 
@@ -169,7 +175,11 @@ def is_image(path: str, skipped: Counter[str]) -> bool:
     if "." not in name:
         from PIL import Image, UnidentifiedImageError
 
-        with suppress(UnidentifiedImageError, OSError), open_regular(Path(path)) as file, Image.open(file):
+        with (
+            suppress(UnidentifiedImageError, OSError),
+            open_regular(Path(path)) as file,
+            Image.open(file, formats=_FORMATS),
+        ):
             shown = True
     if not shown and os.path.isfile(path):
         skipped[Path(path).suffix.lower() or "no ending"] += 1

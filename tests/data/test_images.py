@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from image_files import EVERYTHING, PLAIN, md5, opened, pack, served, write_image, write_images
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
@@ -153,6 +153,18 @@ def test_every_colour_mode_becomes_three_channels(tmp_path: Path, mode: str, suf
     file = tmp_path / f"t.{suffix}"
     write_image(file, mode=mode)
     assert Files((str(file),))[0].shape == (3, 16, 20)
+
+
+def test_a_picture_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encapsulated PostScript was drawn by Ghostscript, whatever the file's name."""
+    program, file = tmp_path / "gs", tmp_path / "t.jpg"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(program))
+    Image.new("RGB", (20, 16)).save(file, format="EPS")
+    with pytest.raises(InputError, match=r"t\.jpg': cannot be read"):
+        Files((str(file),))[0]
+    assert not (tmp_path / "started").exists()
 
 
 def test_pixels_keep_their_values(tmp_path: Path) -> None:
