@@ -140,6 +140,17 @@ def test_runs_that_differ_in_the_seed_only_get_means_and_a_table_for_papers(comp
     assert "over seeds" not in compare("outputs/sweep")[1]
 
 
+def test_a_terminal_obeys_no_run(compare: Compare, tmp_path: Path) -> None:
+    """Names in a foreign result.json reached it as they were, with control sequences."""
+    run = tmp_path / "run"
+    shutil.copytree("outputs/sweep/K2", run)
+    write_result(run, {**read_result(run), "model": "Amoeba\x1b]0;changed\x07Net", "dataset": "\x9b2Jdigits"})
+    code, shown, error = compare("outputs/sweep/K1", run)
+    assert code == 0
+    assert "Amoeba]0;changedNet" in shown + error
+    assert not {"\x1b", "\x07", "\x9b"} & {*shown, *error}
+
+
 def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> None:
     """Two rows of three were shown without a word."""
     sweep = tmp_path / "sweep"

@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 
 # Metadata of fields that only results of images, or only results of text, have.
 IMAGES: Mapping[str, bool] = {"text": False}
@@ -30,9 +31,21 @@ def to_tree(value: Any, text: bool) -> Any:
 
 
 def from_tree(kind: type[T], tree: Any) -> T:
-    """The dataclass `kind` from nested dictionaries. Raises TypeError, which names the key and the value at fault."""
-    made: T = _made(kind, tree, "")
+    """The dataclass `kind` from nested dictionaries. Raises TypeError, which names the key and the value at fault.
+    Control characters are left out of texts: a terminal would obey those of a file that is not the user's."""
+    made: T = _made(kind, _printable(tree), "")
     return made
+
+
+def _printable(tree: Any) -> Any:
+    match tree:
+        case str():
+            return tree.translate(_CONTROLS)
+        case list():
+            return [_printable(item) for item in tree]
+        case dict():
+            return {_printable(key): _printable(item) for key, item in tree.items()}
+    return tree
 
 
 def _made(kind: Any, value: Any, key: str) -> Any:
