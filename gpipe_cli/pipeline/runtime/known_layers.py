@@ -29,10 +29,11 @@ class StageLayer(NamedTuple):
     has_dense_gradient: bool  # whether the gradient of its output is dense, as far as the next layer returns it
 
 
-def layers_of(stage: nn.Sequential) -> list[StageLayer]:
-    """The layers of a stage, before anything replaces their forwards."""
+def layers_of(stage: nn.Sequential, *, compiled: bool = False) -> list[StageLayer]:
+    """The layers of a stage, before anything replaces their forwards. Of `compiled` layers no gradient's strides are
+    known, as the compiler may choose them."""
     named = list(stage.named_children())
-    following = [returns_dense_gradients(layer) for _, layer in named[1:]] + [False]
+    following = [not compiled and returns_dense_gradients(layer) for _, layer in named[1:]] + [False]
     return [
         StageLayer(name, layer, layer is named[-1][1] or not draws_nothing(layer), dense)
         for (name, layer), dense in zip(named, following, strict=True)

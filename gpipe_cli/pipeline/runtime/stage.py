@@ -123,7 +123,7 @@ class Stage:
         self.counter = ActivationCounter()
         self.graphs: StageGraphs | None = None  # see `use_graphs`
         self._split: frozenset[int] = frozenset()
-        self._layers = layers_of(module)
+        self._layers = layers_of(module, compiled=compiled)
         self._generators = generators(device)
         self._in_layout = partial(in_layout, memory_format=memory_format)
         if compiled:

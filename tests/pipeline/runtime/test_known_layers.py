@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe_cli.pipeline.runtime import known_layers
 from gpipe_cli.pipeline.runtime.boundary import in_layout
-from gpipe_cli.pipeline.runtime.known_layers import draws_nothing, returns_dense_gradients
+from gpipe_cli.pipeline.runtime.known_layers import draws_nothing, layers_of, returns_dense_gradients
 
 SIZES = [(), (1,), (4,), (3, 1), (1, 5), (3, 4)]  # of the dimensions between the first and the last
 
@@ -29,6 +29,12 @@ def test_the_gradients_of_known_layers_are_dense(kind: type[nn.Module]) -> None:
         outputs = made(kind, width)(handed)
         outputs.backward(torch.randn_like(outputs))
         assert in_layout(seen[0], torch.contiguous_format) is seen[0], (samples, between, width)
+
+
+def test_the_compiler_may_choose_the_strides_of_gradients() -> None:
+    stage = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Dropout())
+    known = [[layer.has_dense_gradient for layer in layers_of(stage, compiled=compiled)] for compiled in (False, True)]
+    assert known == [[True, False, False], [False] * 3]
 
 
 def test_layers_draw_unless_nothing_in_them_can() -> None:
