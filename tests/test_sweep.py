@@ -123,6 +123,20 @@ def test_the_table_marks_speeds_that_are_no_pipelines_and_has_the_times_of_the_r
     for seed in (1, 2):
         seconds = MEASURES["seconds"].text(read_result(Path(f"sweep/seed={seed}")))
         assert re.search(rf"(?m)seed={seed} .* measured_one_device .*{re.escape(seconds)}$", table), table
+    assert "threads" not in table
+
+
+def test_scores_that_differ_by_the_number_of_threads_are_not_taken_for_those_of_a_setting(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """By default K = 1 has all cores and K = 2 half of them: a sweep over K seemed to show that K changes the loss."""
+    given = [*(setting for setting in ODD if setting != "threads=1"), "+model.arguments.way=fine", "max_steps=1"]
+    assert command("train", "-m", *given, "hydra.sweep.dir=sweep", "threads=1,2") == 0
+    table = capfd.readouterr().out.partition("sweep sweep")[2]
+    assert command("compare", "sweep") == 0
+    for shown in (table, capfd.readouterr().out):
+        assert re.search("threads .* .*: results differ .* threads=1 ", " ".join(shown.split())), shown
+    assert re.search(r"(?m)^ *2 .* 2 +[\d.]+ m?s$", table), "the number of threads of the second run"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.comparison import Comparison, listed
 from gpipe_cli.reporting.compare.run_record import RunRecord, first_difference, same_curves
 from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.summary import results_depend_on_threads
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.results.measures import MEASURES, SHARE, TRAIN_LOSS, Measure
 from gpipe_cli.units import plural
@@ -129,7 +130,8 @@ def notes(comparison: Comparison) -> Iterator[str]:
          [result.model for result in results]),
         ("machines", "speed, step, bubble and memory cannot be compared across them",
          [run.machine for run in comparison.runs]),
-        ("numbers of threads per process", "speeds depend on it, too", [result.threads for result in results]),
+        ("numbers of threads per process", results_depend_on_threads(results) or "speeds depend on it, too",
+         [result.threads for result in results]),
         ("versions of torch", "speeds depend on it, too", [result.versions.get("torch") for result in results]),
     ):  # fmt: skip
         if which := _different(comparison, values):

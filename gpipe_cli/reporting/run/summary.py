@@ -203,6 +203,17 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
     return f"{kind}: every process had its own device or cores"
 
 
+def results_depend_on_threads(results: Iterable[RunResult]) -> str:
+    """A clause, if trainings of the same work on CPUs had different numbers of threads, which split sums in different
+    places: first the last bits differ, and after some steps the scores; "" otherwise."""
+    trained = [run for run in results if run.command == "train" and run.steps]
+    on_cpu = [run for run in trained if {stage.device for stage in run.partitions} == {"cpu"}]
+    work = [(run.model, run.dataset, run.global_batch) for run in on_cpu]
+    if len({*zip(work, (run.threads for run in on_cpu), strict=True)}) == len({*work}):
+        return ""
+    return "results differ by it, and not only speeds; with threads=1 for all they do not"
+
+
 def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[str]]]:
     """Parts of each stage's peak memory, and their sum; of more than STAGES_SHOWN stages, only of the fullest."""
     parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")

@@ -24,7 +24,7 @@ from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
-from gpipe_cli.reporting.run.summary import speed_kind
+from gpipe_cli.reporting.run.summary import results_depend_on_threads, speed_kind
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column, Table, show_table, to_csv
 from gpipe_cli.results.bench import BENCH, CSV, BenchRow, BenchTable
 from gpipe_cli.results.files import write_result
@@ -110,6 +110,9 @@ def show_sweep(runs: Sequence[Run]) -> None:
     kinds = [run.result.samples_per_second_kind if run.result else None for run in runs]
     if any(kind not in (None, "measured") for kind in kinds):
         columns.append(Column("speed", cells=[NONE if kind is None else kind for kind in kinds]))
+    results = [run.result for run in runs if run.result]
+    if by_threads := results_depend_on_threads(results):
+        columns.append(Column("threads", cells=[_shown(run.result and run.result.threads) for run in runs], number=True))
     # a refused run wrote no result, and the microseconds until then mean nothing
     seconds = MEASURES["seconds"]
     columns.append(Column.measured(seconds, [seconds.value(run.result) for run in runs]))
@@ -120,7 +123,9 @@ def show_sweep(runs: Sequence[Run]) -> None:
     for run in runs:
         if run.error:
             show_text(console, f"run {run.number}: {run.error}")
-    if sum(run.result is not None for run in runs) > 1:
+    if by_threads:
+        show_facts(console, [("threads", f"different numbers per process: {by_threads}")])
+    if len(results) > 1:
         show_facts(console, [("compare", f"gpipe compare {shlex.quote(str(folder))}")])
 
 

@@ -100,10 +100,13 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
     assert noted(runs[1]) == ""
     assert "different tasks (classification: " in noted(text)
     assert "different models (AmoebaNet-D (6, 16): " in noted(text)
+    threads = {**runs[1].result.hardware, "threads_per_process": 99}
     changes: dict[str, dict[str, Any]] = {
         r"different data sets \(digits: partitions=1; cifar10: ": {"dataset": "cifar10"},
         "running: .*: partitions=2": {"status": "running"},
         "warm-up steps is shown: partitions=2": {"speed_includes_warm_up": True},
+        "threads .*: results differ .* threads=1": {"hardware": threads},
+        "threads .*: speeds depend": {"hardware": threads, "partitions": (Partition(0, "cuda:0"),)},
     }
     for note, change in changes.items():
         assert re.search(note, noted(changed(runs[1], **change))), note
