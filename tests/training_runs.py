@@ -204,5 +204,5 @@ def until_asked(process: WorkerProcess) -> None:
     control, _ = process.connect()
     process.on_action(Action(Kind.F, 0, 0), 1, ())
     process.report("begun")
-    while not control.asked():
+    while not control.reason():
         time.sleep(0.01)

@@ -14,7 +14,7 @@ from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
-from gpipe_cli.data.images import find_images, open_images
+from gpipe_cli.data.images import check_headers, find_images, open_images
 from gpipe_cli.data.masked_text import MaskedText
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.text import SyntheticText, TextSplit, open_text
@@ -213,11 +213,15 @@ def targets_of(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> t
     return samples, *lengths[-1:]
 
 
-def find_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> Splits[Catalogue]:
+def find_data(
+    config: TrainConfig, trained_on: TrainedOn = UNTRAINED, *, with_headers: bool = False
+) -> Splits[Catalogue]:
     """The catalogue of each split, without torchvision's transforms, whose import takes seconds. Arguments and errors
-    as of `open_data`."""
+    as of `open_data`; `with_headers`: those of image files are checked, too."""
     if isinstance(config.dataset, groups.ImagesConfig):
         images = find_images(config.dataset, config.seed, trained_on)
+        if with_headers:
+            check_headers(config.dataset, images)
         return images.map(lambda samples: Catalogue(len(samples.targets)))
     return open_data(config, trained_on).map(lambda split: split.catalogue)
 

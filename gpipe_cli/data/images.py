@@ -9,8 +9,11 @@ weights have a mean, a deviation and an interpolation of their own.
 Departs from the paper: no colour distortion; a random crop that does not fit is tried 10 times (torchvision), not 100.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from importlib import import_module
@@ -23,14 +26,29 @@ from torch.nn.functional import interpolate, pad
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
-from gpipe_cli.data.masks import NOTHING, read_ellipses, read_masks
+from gpipe_cli.data.cache import cache_folder, digest_of
+from gpipe_cli.data.masks import NOTHING, MaskFiles, read_ellipses, read_masks
 from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
-from gpipe_cli.data.readers import Samples, read_cifar, read_digits, read_image_folder, read_noise
+from gpipe_cli.data.readers import (
+    Files,
+    Samples,
+    header_fault,
+    read_cifar,
+    read_digits,
+    read_image_folder,
+    read_noise,
+)
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.errors import InputError
 from gpipe_cli.system.accelerator import to_device
-from gpipe_cli.units import first_few
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.phase import phase
+from gpipe_cli.units import first_few, plural
 
+_MOST_HEADERS = 100_000  # about as many headers are read before a training, in some seconds
+_HEADERS_AT_ONCE = 16  # threads, which wait for the disk
+_MOST_NAMED = 20  # files in one report
 _WORDNET_ID = re.compile(r"n[0-9]{8}(?= |$)")
 
 
@@ -187,6 +205,38 @@ def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAI
         splits = Splits(training, splits.test, validation)
     _check_targets(dataset, splits)
     return splits
+
+
+def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
+    """Reads the headers of all image files and masks, of more than _MOST_HEADERS those of as many that are evenly
+    chosen. Files that were found to be images are remembered until one of them changes.
+
+    Raises RefusedError that names the files that are no images; what only decoding shows is not found.
+    """
+    files = list[tuple[str, bool]]()
+    for _, samples in splits.each():
+        files += [(path, False) for path in samples.pixels.paths] if isinstance(samples.pixels, Files) else []
+        files += [(path, True) for path in samples.targets.masks] if isinstance(samples.targets, MaskFiles) else []
+    files = files[:: -(-len(files) // _MOST_HEADERS) or 1]
+    remembered: Path | None = None
+    with suppress(OSError, InputError):  # a file that is gone; a user without a home folder
+        states = ((path, os.stat(path)) for path, _ in files)
+        facts = [(os.path.abspath(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in states]
+        remembered = cache_folder(None) / f"{digest_of('headers', facts)}.headers"
+        if not files or remembered.exists():
+            return
+    phase(f"reading the headers of {plural(len(files), 'file')}")
+    with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+        faults = list(pool.map(lambda file: header_fault(file[0], mask=file[1]), files))
+    broken = [f"{path} ({fault})" for (path, _), fault in zip(files, faults, strict=True) if fault]
+    if broken:
+        named = [*broken[:_MOST_NAMED], *[f"and {len(broken) - _MOST_NAMED:,} more"][: len(broken) > _MOST_NAMED]]
+        why = f"{len(broken):,} of {plural(len(files), 'image file')} cannot be read: {', '.join(named)}"
+        raise RefusedError("dataset.root", dataset.root, f"{why}; replace or delete {'them' if broken[1:] else 'it'}")
+    if remembered is not None:
+        with suppress(OSError):  # nowhere to remember it
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(remembered, "")
 
 
 def _read(dataset: ImagesConfig, seed: int) -> Splits[Samples]:

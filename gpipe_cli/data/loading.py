@@ -36,6 +36,10 @@ class LoaderDiedError(RuntimeError):
     """A data loading process was killed."""
 
 
+class UnreadableError(RuntimeError):
+    """A mini-batch of a training that has begun cannot be read."""
+
+
 class Coming(NamedTuple):
     """Mini-batch `position` of `epoch` of a split, which a run will read: this replica's samples of it."""
 
@@ -94,6 +98,10 @@ class LoadedBatches:
             raise RefusedError("data_workers", workers, why) from error
         signal.signal(signal.SIGCHLD, earlier_handler)
         self._peeked: tuple[Tensor, ...] | None = None
+        self._forms: tuple[Tensor, ...] = ()  # of no samples, else like the batch that was taken last
+        self.unreadable = ""  # why the batch after that cannot be read; "" if it can
+        self.gives_zeros = False  # whether `take` is to return zeros in its place
+        self.gave_zeros = False
 
     def _noted(self, order: Iterable[Coming]) -> Iterator[Coming]:
         for batch in order:
@@ -103,12 +111,30 @@ class LoadedBatches:
     def __iter__(self) -> Self:
         return self
 
-    def take(self, split: Split | None, epoch: int, position: int) -> tuple[Tensor, ...]:
-        """The batch of a mini-batch, which must be the next in order: steps and evaluations share the loader."""
-        batch = next(self)
+    def take(self, split: Split | None, epoch: int, position: int, samples: int) -> tuple[Tensor, ...]:
+        """The batch of a mini-batch, of so many `samples`, which must be the next in order: steps and evaluations share
+        the loader. Raises InputError if it cannot be read.
+
+        The batch after it is loaded before this returns, so that other processes can be told in time that it is
+        `unreadable`; if it `gives_zeros` instead of raising, an evaluation ends in all processes alike.
+        """
+        if self.unreadable and not self.gives_zeros:
+            raise InputError(self.unreadable)
+        if self.unreadable:
+            self.gave_zeros = True
+            return tuple(form.new_zeros(samples, *form.shape[1:]) for form in self._forms)
+        batch = self.peek()
         assert self._current is not None
         assert self._splits[self._current.split] is split, "another split is next"
         assert self._current[1:3] == (epoch, position), self._current[1:3]
+        self._peeked = None
+        self._forms = tuple(tensor.new_empty(0, *tensor.shape[1:]) for tensor in batch)
+        try:
+            self.peek()
+        except StopIteration:  # it was the last one
+            pass
+        except InputError as error:
+            self.unreadable = str(error)
         return batch
 
     def peek(self) -> tuple[Tensor, ...]:

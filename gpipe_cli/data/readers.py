@@ -45,6 +45,7 @@ _FORMS = {
     "1": "1-bit", "L": "8-bit grey", "LA": "8-bit grey", "I;16": "16-bit grey (scaled to 8)", "P": "palette",
     "RGB": "8-bit RGB", "RGBA": "8-bit RGB", "CMYK": "CMYK",
 }  # fmt: skip
+_UNKNOWN_RANGE = ("I", "F")  # modes of 32 bits
 _ORIENTATION = 0x0112  # the EXIF tag
 _DESCRIBED = 300  # about as many files are looked into for the banner
 
@@ -130,7 +131,7 @@ class Files:
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
             why = f"cannot be read ({one_line(error)}); replace or delete it"
             raise InputError(f"image file '{path}': {why}") from error
-        if mode in ("I", "F"):
+        if mode in _UNKNOWN_RANGE:
             why = f"has 32-bit numbers (Pillow's mode {mode}), whose black and white are not known; save it with 8 bits"
             raise InputError(f"image file '{path}': {why}")
         return pixels
@@ -153,6 +154,19 @@ class Files:
         count = f"{len(chosen):,} of {len(self.paths):,}" if len(chosen) < len(self.paths) else f"{len(chosen):,}"
         kinds = ", ".join(f"{form} {number:,}" for form, number in forms.most_common())
         return f"{count} files: {kinds}" + (f"; {turned:,} turned by their tag" if turned else "")
+
+
+def header_fault(path: str, *, mask: bool = False) -> str:
+    """Why an image file, or a mask, cannot be read, as far as its header tells; "" if it tells nothing."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with open_regular(Path(path)) as file, Image.open(file, formats=_FORMATS) as image:
+            return "" if mask or image.mode not in _UNKNOWN_RANGE else f"32-bit numbers (Pillow's mode {image.mode})"
+    except UnidentifiedImageError:
+        return "no image" if os.path.getsize(path) else "empty"
+    except Exception as error:  # as in `Files`
+        return one_line(error)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ A single all-gather per step carries everything: the gradient norms, the loss (k
 With gradient clipping a second all-gather carries the norms before the update; while a checkpoint is being written,
 another follows each step. In a run of a single process the same calls return at once.
 
-Every gather also carries whether the sending process was asked to stop: as all processes begin the same gathers, all
+Every gather also carries whether the sending process has a reason to stop: as all processes begin the same gathers, all
 stop after the same step.
 """
 
@@ -57,6 +57,15 @@ Waits = Callable[[Awaited], AbstractContextManager[object]]
 Gathered = Callable[[], list[torch.Tensor]]  # waits, and returns the vector of every process by rank
 
 
+class Stop(IntEnum):
+    """Why a run is to stop after a step; a greater reason wins."""
+
+    NONE = 0
+    ASKED = 1  # the user has asked for it
+    UNREADABLE = 2  # the next mini-batch cannot be read
+    UNREAD = 3  # a mini-batch of an evaluation could not be read, so its scores mean nothing
+
+
 class ControlGroup:
     """The processes of a run. `group`: a Gloo group of all of them; None for a run of a single process.
 
@@ -68,7 +77,7 @@ class ControlGroup:
     ) -> None:
         assert (group is None) == (size == 1)
         self.rank, self.size, self.waits, self._group = rank, size, waits, group
-        self.asked: Callable[[], bool] = lambda: False  # whether this process was asked to stop
+        self.reason: Callable[[], Stop] = lambda: Stop.NONE  # why this process wants the run to stop
         self._last: Gathered | None = None
         self.clock_offset_seconds = self._clock_offset()
 
@@ -79,7 +88,7 @@ class ControlGroup:
 
     def gather(self, vector: torch.Tensor) -> Gathered:
         """Begin an all-gather of a float64 vector (D,), with the same D in every process."""
-        vector = torch.cat([vector, vector.new_tensor([self.asked()])])
+        vector = torch.cat([vector, vector.new_tensor([self.reason()])])
         parts = [vector] if self._group is None else [torch.empty_like(vector) for _ in range(self.size)]
         work = None
         if self._group is not None:
@@ -96,10 +105,10 @@ class ControlGroup:
         self._last = wait
         return lambda: [part[:-1] for part in wait()]
 
-    def stops(self) -> bool:
-        """Whether any process had been asked to stop when it began the last gather. Waits for that gather; all
+    def stops(self) -> Stop:
+        """The greatest reason to stop that any process had when it began the last gather. Waits for that gather; all
         processes get the same answer."""
-        return self._last is not None and any(bool(part[-1]) for part in self._last())
+        return Stop.NONE if self._last is None else Stop(max(int(part[-1]) for part in self._last()))
 
     def collect(self, value: Any, *, patient: bool = False) -> list[Any]:
         """A small object from each process, by rank. `patient`: this waits however long a process takes."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.cache import cache_folder
-from gpipe_cli.data.loading import LoaderDiedError
-from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Awaited, ControlGroup
+from gpipe_cli.data.loading import LoaderDiedError, UnreadableError
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Awaited, ControlGroup, Stop
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
@@ -64,7 +64,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         if groups is not None:
             ties, skips = job.spec.stages_of_ties, job.spec.skips
             groups = groups.for_cut(job.process, layout.process_of_stage, devices[0], ties, skips)
-        control.asked = lambda: activity[STOP] != 0
+        control.reason = lambda: Stop.ASKED if activity[STOP] else Stop.NONE
         return control, groups
 
     sent = 0  # messages to the parent
@@ -109,7 +109,7 @@ def _failure(process: int, error: Exception) -> Failure:
             reason = Reason.LOST
         case InputError():
             reason = Reason.USER
-        case DivergedError() | CheckpointError():
+        case DivergedError() | CheckpointError() | UnreadableError():
             pass
         case ActionFailedError():
             trace = traceback.format_exc()

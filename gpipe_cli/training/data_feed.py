@@ -20,7 +20,7 @@ from gpipe_cli.data.batches import Catalogue, MiniBatches, Split, TrainedOn
 from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.images import ImageSplit, same_classes
-from gpipe_cli.data.loading import Coming, LoadedBatches, coming
+from gpipe_cli.data.loading import Coming, LoadedBatches, UnreadableError, coming
 from gpipe_cli.data.masked_text import SELECTED, MaskedText
 from gpipe_cli.data.micro_batches import Share, share_of
 from gpipe_cli.data.photographs import DECODED
@@ -30,7 +30,7 @@ from gpipe_cli.data.splits import OWN_VALIDATION, Splits, split_names
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
-from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.control_group import ControlGroup, Stop
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import refuse_single_samples
@@ -63,6 +63,24 @@ class Reading:
         a replica need not read the targets of all others in every epoch, which may be files."""
         return torch.full((self.batches.catalogue.samples,), -1, dtype=torch.int32)
 
+    def watch(self, control: ControlGroup) -> None:
+        """From now on `control.stops` tells all processes if a mini-batch cannot be read, and nothing is raised."""
+        if (loaded := self.loaded) is None:
+            return
+        asked, loaded.gives_zeros = control.reason, True
+
+        def reason() -> Stop:
+            unread = Stop.UNREAD if loaded.gave_zeros else Stop.UNREADABLE
+            return unread if loaded.unreadable else asked()
+
+        control.reason = reason
+
+    def check_read(self, control: ControlGroup) -> None:
+        """Raises UnreadableError, in all processes, once a mini-batch could not be read."""
+        if control.stops() >= Stop.UNREADABLE:
+            whys = control.collect("" if self.loaded is None else self.loaded.unreadable)
+            raise UnreadableError(next(filter(None, whys)))
+
     def close(self) -> None:
         if self.loaded is not None:
             self.loaded.close()
@@ -92,7 +110,7 @@ class MiniBatch:
         first stage."""
         if self.reading.loaded is None:
             return None
-        return self.reading.loaded.take(self.reading.split, self.epoch, self.position)
+        return self.reading.loaded.take(self.reading.split, self.epoch, self.position, sum(self.share.sizes))
 
     def targets(self) -> tuple[torch.Tensor, int] | None:
         """The share's targets, int64 (n,), (n, T) or (n, S, S), and the number of elements to predict in the whole
@@ -155,17 +173,19 @@ def _as_trained(config: TrainConfig, checkpoint: Path | None, *, required: bool)
     return config, TrainedOn(vocabulary)
 
 
-def look_for_data(config: TrainConfig, checkpoint: Path | None, *, required: bool) -> Splits[Catalogue]:
+def look_for_data(
+    config: TrainConfig, checkpoint: Path | None, *, required: bool, with_headers: bool = False
+) -> Splits[Catalogue]:
     """The catalogues of the data that the weights of `checkpoint`, if any, are used with. Arguments as of
-    `_as_trained`. Raises InputError as it does, and for data that cannot be read."""
+    `_as_trained` and `find_data`. Raises InputError as they do, and for data that cannot be read."""
     phase("looking for the data")
-    return find_data(*_as_trained(config, checkpoint, required=required))
+    return find_data(*_as_trained(config, checkpoint, required=required), with_headers=with_headers)
 
 
 def refuse_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
     """Raises InputError, before anything slow, if the data cannot be read or its number of samples does not suit the
     settings, of which those in `auto` have no values yet. `source`: the checkpoint that the run begins with."""
-    train = look_for_data(config, source, required=config.resume is not None).training
+    train = look_for_data(config, source, required=config.resume is not None, with_headers=True).training
     if not set(AUTO_BATCH) & set(auto):
         batches = mini_batches(config, train, training=True)
         if not auto:

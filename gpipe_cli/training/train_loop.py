@@ -21,7 +21,7 @@ from gpipe_cli.config.settings import DecodeConfig, SplitName, TrainConfig, to_y
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.splits import Splits
-from gpipe_cli.distributed.control_group import Awaited, ControlGroup
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Stop
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import probing
@@ -59,7 +59,7 @@ def train(
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
     Raises InputError for errors that the user can fix, ActionFailedError and PeerLostError as the executor does,
-    CheckpointError and DivergedError.
+    CheckpointError, DivergedError and UnreadableError.
     """
     # The order matters: data loaders must be forked while this process has no threads, connections or CUDA context (1);
     # a process without data gets the lengths of samples from another, which has it (2); weights take memory, and are
@@ -105,6 +105,7 @@ def train(
         process.report(_ready(engine, data.facts(), notes, progress, compiled, recorded))
     checkpoints = CheckpointWriter(engine, folder, config_yaml, data.classes, process, start)
     process.before_failing.append(checkpoints.settle)
+    training.watch(control)
     Training(engine, process, readings, milestones, checkpoints, progress, begun_bytes).run()
 
 
@@ -139,12 +140,17 @@ class Training:
             tests = self.milestones.evaluates_after(step)
             saves = self.milestones.saves_after(step)
             ends = step == self.milestones.end_step
-            stops = not ends and self.engine.control.stops()
-            if tests or saves or stops or ends:
+            reason = self.engine.control.stops()
+            if tests or saves or reason or ends:
                 self._gather()()
-            best = tests and self._evaluate()
+            best = False
+            if tests and reason < Stop.UNREADABLE:
+                best = self._evaluate()
+                reason = max(reason, self.engine.control.stops())
+            stops = (reason and not ends) or reason >= Stop.UNREADABLE
+            saves = best or saves or (stops and not self.milestones.only_steps)
             # a checkpoint is written in the background of the next steps
-            self.progress = self.checkpoints.after_step(self.progress, save=best or saves or stops)
+            self.progress = self.checkpoints.after_step(self.progress, save=saves)
             if ends or stops:
                 break
         self._finish()
@@ -178,6 +184,7 @@ class Training:
         reports them, and raises DivergedError if the loss or the gradient norm is not finite."""
         step, self._launched = self._launched, None
         if step is None:
+            self.engine.control.gather(torch.zeros(0, dtype=torch.float64))  # only whether the run is to stop
             return lambda: None
         metrics = gather_metrics(self.engine, step.numbers)
         return lambda: self._report(step, metrics()) if self.engine.control.leads else None
@@ -198,10 +205,12 @@ class Training:
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation set, or if there is none on the test set; returns whether the score is the best so
-        far."""
+        far, not if a sample could not be read."""
         progress = self.progress
         step, epoch = progress.step, progress.epoch + 1
         score, evaluated = self._scores_of("test" if self.readings.validation is None else "validation", step, epoch)
+        if self.engine.control.stops() == Stop.UNREAD:
+            return False
         best = is_best(score, progress)
         tested = events.Tested(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
         self.progress = replace(progress, test=tested)
@@ -226,11 +235,12 @@ class Training:
         processes before this process disconnects."""
         ended = self.progress.step >= self.milestones.end_step
         self.checkpoints.close(self.progress.step)
+        self.readings.training.check_read(self.engine.control)  # its loader is that of the others, too
         if ended and self.readings.validation is not None and not self.milestones.only_steps:
             self._score_best()
         if not ended:
             self.process.report(events.TrainingStopped(self.progress.step))
-        self.readings.training.close()  # and the loader that it shares with the others
+        self.readings.training.close()
         self.engine.finish()
 
     def _score_best(self) -> None:
@@ -241,6 +251,7 @@ class Training:
             restore(self.engine, checkpoint_of(self.checkpoints.folder, step), optimizer=False)
         epoch = (step - 1) // self.progress.steps_per_epoch + 1
         _, evaluated = self._scores_of("test", step, epoch)
+        self.readings.training.check_read(self.engine.control)
         if self.engine.control.leads:
             self.process.report(evaluated)
 

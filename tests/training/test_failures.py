@@ -5,14 +5,16 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from image_files import opened, write_images
 from training_runs import (
     NAMED,
     SMALL,
     TINY,
+    assert_same_tensors,
     children,
     command,
     command_struck,
@@ -25,10 +27,13 @@ from training_runs import (
     workers_of,
 )
 
+from gpipe_cli.data.batches import MiniBatches
+from gpipe_cli.data.readers import Files
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
 from gpipe_cli.planner import model_profile
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import read_result
+from gpipe_cli.training.checkpoint.files import checkpoints_in, step_of
 from gpipe_cli.training.milestones import DivergedError
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
@@ -133,6 +138,8 @@ def test_the_temporary_folder_stays_until_multiprocessing_has_removed_its_own_fo
     """A command whose own process had a data loader ended with a traceback of multiprocessing's exit handler."""
     program = """
 import multiprocessing.util, tempfile
+from gpipe_cli.data.batches import MiniBatches
+from gpipe_cli.data.readers import Files
 from gpipe_cli.launch.fork_server import temporary_folder
 tempfile.tempdir = str(temporary_folder())
 print(multiprocessing.util.get_temp_dir())
@@ -142,24 +149,70 @@ print(multiprocessing.util.get_temp_dir())
     assert not Path(ended.stdout.strip()).parent.exists()
 
 
-def test_a_broken_image_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
-        (tmp_path / "images" / folder).mkdir(parents=True)
-        for number in range(8):
-            Image.new("RGB", (20, 20)).save(tmp_path / "images" / folder / f"{number}.png")
-    broken = tmp_path / "images" / "train" / "dog" / "5.png"
-    broken.write_bytes(b"this is no image")
-    code = command(
-        "train", *TINY[:2], "dataset=image_folder", f"dataset.root={tmp_path / 'images'}",
-        "dataset.image_size=16", "batch_size=8", "partitions=1", "threads=1", "device=cpu",
-        "data_workers=1", f"run_folder={tmp_path / 'run'}",
-    )  # fmt: skip
-    assert code == 2
-    error = read_result(tmp_path / "run")["error"]
-    assert str(broken) in error
-    assert "\n" not in error
+def picture_settings(root: Path) -> list[str]:
+    """Of trainings on two pictures of each of four classes for each split, which this writes."""
+    for split, kind in product(("train", "val", "test"), ("cat", "cow", "dog", "hen")):
+        write_images(root / split / kind, "1.jpg", "2.jpg")
+    of_data = ("dataset=", "dataset.num_classes", "dataset.train_samples", "dataset.test_samples", "batch_size")
+    given = ["dataset=image_folder", "dataset.num_classes=4", "dataset.validation=val", f"dataset.root={root}"]
+    small = (setting for setting in SMALL if not setting.startswith(of_data))
+    return [*given, *small, "batch_size=2", "micro_batches=2", "checkpoint.every_epochs=0", "epochs=2"]
+
+
+def test_files_that_are_no_images_are_all_named_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training ended at the step that read the first of them, after the banner had counted one image less."""
+    settings = picture_settings(tmp_path / "images")
+    broken = {
+        tmp_path / "images" / split / name: content
+        for split in ("train", "val", "test")
+        for name, content in (("cat/1.jpg", b""), ("dog/2.jpg", b"this is no image"))
+    }
+    for path, content in broken.items():
+        whole = path.read_bytes()
+        path.write_bytes(content)
+    assert command("train", *settings, "partitions=1", "run_folder=run", "max_steps=1") == 2
     captured = capsys.readouterr()
-    assert "Traceback" not in captured.out + captured.err
+    assert "6 of 24 image files" in captured.err
+    assert all(f"{path} (" in captured.err for path in broken)
+    assert captured.err.count("\n") == 1
+    assert not Path("run").exists()
+    for path in broken:
+        path.write_bytes(whole)
+    one_step = ["partitions=1", "max_steps=1"]
+    assert command("train", *settings, *one_step, "run_folder=run") == 0, "a fault is not remembered"
+    next(iter(broken)).write_bytes(b"")
+    assert command("train", *settings, *one_step, "run_folder=other") == 2, "nor what is an image no more"
+
+
+@pytest.mark.parametrize(
+    ("split", "executor", "step"), [("train", "distributed", 2), ("val", "distributed", 4), ("test", "in_process", 8)]
+)
+def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_then_goes_on(
+    split: str, executor: str, step: int, tmp_path: Path
+) -> None:
+    """Nothing was kept of the steps before it, and the exit code was that of a wrong setting. Of the training pictures
+    it is one of the third step's, of the others the last one."""
+    settings = [*picture_settings(tmp_path / "images"), "partitions=2", f"executor={executor}", "data_workers=1"]
+    assert command("train", *settings, "run_folder=whole") == 0
+    data = opened("image_folder", tmp_path / "images", num_classes=4, validation="val").training
+    read = MiniBatches(data.catalogue, batch_size=2, seed=configure(*settings).seed, shuffle=True).indices(0, 2)
+    assert isinstance(data.samples.pixels, Files)
+    broken = Path(data.samples.pixels.paths[read[1]]) if split == "train" else tmp_path / "images" / split / "hen/2.jpg"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:-100])
+    assert command("train", *settings, "run_folder=run") == 1
+    result = read_result(Path("run"))
+    assert result["status"] == "failed"
+    assert str(broken) in result["error"]
+    assert (result["steps"], step_of(checkpoints_in(Path("run"))[-1])) == (step, step)
+    broken.write_bytes(whole)
+    if split == "test":
+        assert command("evaluate", "run=run", NAMED) == 0
+        return
+    assert command("train", "resume=run", "run_folder=run", NAMED) == 0
+    assert_same_tensors(final_tensors(Path("run")), final_tensors(Path("whole")))
 
 
 def refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: str) -> None:

@@ -112,7 +112,8 @@ def show_sweep(runs: Sequence[Run]) -> None:
         columns.append(Column("speed", cells=[NONE if kind is None else kind for kind in kinds]))
     results = [run.result for run in runs if run.result]
     if by_threads := results_depend_on_threads(results):
-        columns.append(Column("threads", cells=[_shown(run.result and run.result.threads) for run in runs], number=True))
+        threads = [run.result and run.result.threads for run in runs]
+        columns.append(Column("threads", cells=list(map(_shown, threads)), number=True))
     # a refused run wrote no result, and the microseconds until then mean nothing
     seconds = MEASURES["seconds"]
     columns.append(Column.measured(seconds, [seconds.value(run.result) for run in runs]))
