@@ -7,11 +7,13 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from training_runs import SMALL
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.data.images import ImageSplit, open_images
@@ -37,6 +39,16 @@ def write_image(path: Path, size: tuple[int, int] = (20, 16), mode: str = "RGB",
 def write_images(folder: Path, *names: str) -> None:
     for seed, name in enumerate(names):
         write_image(folder / name, seed=seed)
+
+
+def picture_settings(root: Path) -> list[str]:
+    """Of trainings on two pictures of each of four classes for each split, which this writes."""
+    for split, kind in product(("train", "val", "test"), ("cat", "cow", "dog", "hen")):
+        write_images(root / split / kind, "1.jpg", "2.jpg")
+    of_data = ("dataset=", "dataset.num_classes", "dataset.train_samples", "dataset.test_samples", "batch_size")
+    given = ["dataset=image_folder", "dataset.num_classes=4", "dataset.validation=val", f"dataset.root={root}"]
+    small = (setting for setting in SMALL if not setting.startswith(of_data))
+    return [*given, *small, "batch_size=2", "micro_batches=2", "checkpoint.every_epochs=0", "epochs=2"]
 
 
 def md5(content: bytes) -> str:

@@ -1,10 +1,14 @@
 """Requests for a training or a measurement."""
 
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load, target_of
+from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load, naming, target_of
 from gpipe_cli.reporting.sinks.sink import refuse_missing
+from gpipe_cli.results.run import run_result_or_none
 
 
 @dataclass(frozen=True)
@@ -26,4 +30,22 @@ class RunRequest:
         """A request to resume the run in `folder`, with the run's own settings except those in OF_INVOCATION. Raises
         InputError if they cannot be read."""
         changed = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
-        return replace(self, config=replace(load(folder, target_of(self.config)), **changed), auto=()).into(folder)
+        return replace(self, config=replace(load_run(folder, target_of(self.config)), **changed), auto=()).into(folder)
+
+
+def load_run(
+    folder: Path,
+    target: str | None = None,
+    add: Callable[[str], str] = naming,
+    instead: Mapping[str, Any] | None = None,
+) -> TrainConfig:
+    """`load` of the run in `folder`, with the absolute path of its data: a relative dataset.root is that of the working
+    directory in which the run was started, unless there is nothing any more; then it is that of this command's."""
+    config = load(folder, target, add, instead)
+    result = run_result_or_none(folder)
+    root, started_in = config.dataset.root, result.starts[-1].folder if result and result.starts else ""
+    if root is None or not started_in or not os.path.exists(followed := os.path.join(started_in, root)):
+        return config
+    if os.path.exists(root) and os.path.samefile(root, followed):
+        return config
+    return replace(config, dataset=replace(config.dataset, root=followed))

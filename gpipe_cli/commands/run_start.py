@@ -30,7 +30,7 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
     """Train or measure; `typed`: the command line without `gpipe`; `guided`: the summary proposes commands to type
     next. Returns the exit code; raises InputError for what the user can fix."""
     started = datetime.now().astimezone()
-    start = Start(to_the_second(started), shlex.join(["gpipe", *typed]))
+    start = Start(to_the_second(started), shlex.join(["gpipe", *typed]), folder=os.getcwd())
     config = request.config
     again = config.resume == GO_ON
     if config.init_from is not None and config.resume is None:

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands.command_line import parsed_settings
 from gpipe_cli.commands.composing import take_auto, training, with_given
-from gpipe_cli.commands.run_request import RunRequest
+from gpipe_cli.commands.run_request import RunRequest, load_run
 from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.comments import GROUPS
@@ -20,7 +20,6 @@ from gpipe_cli.config.settings import (
     TrainConfig,
     find_run,
     has_checkpoint,
-    load,
     naming,
     read_config,
 )
@@ -60,7 +59,7 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
         return RunRequest(*training(tree, given))
     model = "" if OmegaConf.select(tree, "model.name") == "custom" else "model=custom "
     folder, target = find_run("resume", run, str(tree.output)), OmegaConf.select(tree, TARGET)
-    saved = load(folder, target, lambda saved: model + naming(saved), _instead(given))
+    saved = load_run(folder, target, lambda saved: model + naming(saved), _instead(given))
     begun = [key for key in ("init_from", "init_head") if key in given and tree.resume == GO_ON]
     for key in ("init_from", "init_head"):
         if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):

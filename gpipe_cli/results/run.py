@@ -98,6 +98,7 @@ class Start:
     ended: str | None = None  # None while the command runs, or if it was killed
     first_step: int = 0  # optimizer steps done before the command
     code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether files differ from it
+    folder: str = ""  # the working directory, which relative paths start from; "" in a run of an older version
 
 
 def to_the_second(moment: datetime) -> str:

@@ -5,11 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
-from image_files import opened, write_images
+from image_files import opened, picture_settings
 from training_runs import (
     NAMED,
     SMALL,
@@ -147,16 +146,6 @@ print(multiprocessing.util.get_temp_dir())
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stderr == ""
     assert not Path(ended.stdout.strip()).parent.exists()
-
-
-def picture_settings(root: Path) -> list[str]:
-    """Of trainings on two pictures of each of four classes for each split, which this writes."""
-    for split, kind in product(("train", "val", "test"), ("cat", "cow", "dog", "hen")):
-        write_images(root / split / kind, "1.jpg", "2.jpg")
-    of_data = ("dataset=", "dataset.num_classes", "dataset.train_samples", "dataset.test_samples", "batch_size")
-    given = ["dataset=image_folder", "dataset.num_classes=4", "dataset.validation=val", f"dataset.root={root}"]
-    small = (setting for setting in SMALL if not setting.startswith(of_data))
-    return [*given, *small, "batch_size=2", "micro_batches=2", "checkpoint.every_epochs=0", "epochs=2"]
 
 
 def test_files_that_are_no_images_are_all_named_before_the_first_step(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
+from image_files import picture_settings
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -175,6 +176,51 @@ def test_what_is_typed_takes_the_place_of_what_an_older_version_wrote(
     assert said.endswith("give another on the command line, partition.balance=...")
     for number, typed in enumerate(("partitions=3", "partition.balance=[4,4]", "partition.balance=null")):
         assert command("train", *resume, typed, f"run_folder={tmp_path / str(number)}") == 0
+
+
+def test_a_relative_path_of_data_starts_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From another folder the data of a run was not found, in the words of a training: with remedies that an evaluation
+    does not take."""
+    places = [tmp_path / name for name in ("first", "second", "third")]
+    for place in places:
+        place.mkdir()
+    first, second, third = places
+    settings = [*picture_settings(first / "images"), "partitions=1", "data_workers=1", "dataset.root=images"]
+    monkeypatch.chdir(first)
+    assert command("train", *settings, "run_folder=run", "max_steps=1") == 0
+    monkeypatch.chdir(second)
+    assert command("evaluate", f"run={first}/run", NAMED) == 0
+    assert command("train", f"resume={first}/run", "run_folder=run", "max_steps=2", NAMED) == 0
+    monkeypatch.chdir(third)
+    assert command("evaluate", f"run={second}/run", NAMED) == 0
+    moved = first.rename(tmp_path / "moved")
+    capsys.readouterr()
+    for run, root in ((moved, "images"), (second, str(first / "images"))):
+        assert command("evaluate", f"run={run}/run", NAMED) == 2
+        assert re.match(rf"gpipe evaluate: dataset.root={root}: .*give [^\n]*\n$", capsys.readouterr().err)
+        assert command("evaluate", f"run={run}/run", NAMED, f"dataset.root={moved}/images") == 0
+    monkeypatch.chdir(moved)
+    assert command("evaluate", "run=run", NAMED) == 0
+
+
+def test_other_data_need_a_test_set_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The remedies were settings of a training."""
+    settings = [*picture_settings(tmp_path / "images"), "partitions=1", "data_workers=1", "max_steps=1"]
+    assert command("train", *settings, "run_folder=split") == 0
+    shutil.copytree(tmp_path / "images/train", tmp_path / "classes")
+    no_split = [f"dataset.root={tmp_path}/classes", "dataset.test=0.25", "dataset.validation=null"]
+    assert command("train", *settings, *no_split, "run_folder=whole") == 0
+    shutil.rmtree(tmp_path / "images/val")
+
+    assert command("evaluate", "run=split", NAMED) == 0
+    assert command("evaluate", "run=whole", NAMED, f"dataset.root={tmp_path}/images") == 0
+    capsys.readouterr()
+    other = f"dataset.root={tmp_path}/classes"
+    assert command("evaluate", "run=split", NAMED, other) == 2
+    assert "give data with a test set" in capsys.readouterr().err
+    assert command("evaluate", "run=split", NAMED, other, "dataset.test=0.5") == 0
 
 
 def test_a_vocabulary_that_is_gone_is_not_learned_again(
