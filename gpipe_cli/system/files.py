@@ -226,11 +226,13 @@ class FolderLock:
 def _open_locked(path: Path) -> int:
     """A descriptor of the lock file, locked. Raises as `FolderLock`."""
     while True:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, f"{path} is a link, and nothing is written through it; remove it")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             holder = os.pread(descriptor, 256, 0)
             if not _HOLDER.fullmatch(holder):
-                raise OSError(errno.EEXIST, f"{path} is a file of somebody else's", str(path))
+                raise OSError(errno.EEXIST, f"{path} is a file of somebody else's; rename it")
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -152,6 +152,11 @@ def test_a_lock_is_none_of_the_user_s_files(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="is a file of somebody else's"):
         FolderLock(tmp_path)
     assert (tmp_path / LOCK).read_text() == "mine, too"
+    (tmp_path / LOCK).rename(tmp_path / "other")
+    (tmp_path / LOCK).symlink_to("other")
+    with pytest.raises(OSError, match=rf"{tmp_path / LOCK} is a link, .*; remove it$"):
+        FolderLock(tmp_path)
+    assert (tmp_path / "other").read_text() == "mine, too"
 
 
 def test_a_lock_of_an_earlier_version_is_respected_and_left(tmp_path: Path) -> None:
