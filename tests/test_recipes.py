@@ -101,6 +101,40 @@ def test_the_figures_of_the_readmes_come_from_the_commands() -> None:
         assert set(re.findall(r"\d[\d.]*[MB]?", ours)) <= known, name
 
 
+def test_what_is_said_of_the_differences_is_what_the_tables_have() -> None:
+    """The sentences are written by hand."""
+    results = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    said = " ".join(results.partition("\n## Where our numbers disagree")[2].partition("\n## ")[0].split())
+
+    def pairs(name: str, title: str, ours: str) -> list[tuple[float, float]]:
+        """The numbers in the columns `... paper` and `ours` of the tables of a recipe whose title has these words."""
+        section = results.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+        found = []
+        for table in re.findall(rf"\*\*[^\n]*{title}[^\n]*\*\*\n\n((?:\|.*\n)+)", section):
+            head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in table.splitlines())
+            places = [next(at for at, cell in enumerate(head) if cell.endswith(end)) for end in ("paper", ours)]
+            found += [tuple(float(row[at].replace(",", "")) for at in places) for row in rows]
+        return found  # type: ignore[return-value]  # of two places
+
+    def ratios(name: str) -> list[float]:
+        return [ours / paper for paper, ours in pairs(name, "peak of the activations, all stages", "planned")]
+
+    naive, *pipelines = ratios("table1_amoebanet")
+    assert "half to two thirds" in said
+    assert 0.47 < min(pipelines) < max(pipelines) < 0.67
+    assert f"Naive-1 needs {naive:.1f} times the paper's; in bfloat16" in said
+    naive, *pipelines = ratios("table1_transformer")
+    assert f"agree within {100 * (max(pipelines) - 1):.0f} %" in said
+    assert min(pipelines) > 1
+    assert f"Naive-1 needs {naive:.1f} times the paper's." in said
+    means = re.findall(r"(\d\.\d\d) \((Table \d|Figure 3)", said)
+    of_tables = ("table2_amoebanet", "table2_transformer", "table3_no_fast_interconnect", "figure3_resnet101")
+    for (mean, where), name in zip(means, of_tables, strict=True):
+        apart = [abs(ours - paper) for paper, ours in pairs(name, "relative to", "Lingvo's cut, simulated")]
+        compared = len(apart) - (2 if name.startswith("table3") else 1)  # each table's first row is 1 by definition
+        assert float(mean) == pytest.approx(sum(apart) / compared, abs=0.0075), where
+
+
 def _pattern(template: str) -> str:
     """A regular expression for what a template with `{key}` is filled to."""
     return "".join(re.escape(text) + ("" if key is None else ".*") for text, key, _, _ in Formatter().parse(template))
