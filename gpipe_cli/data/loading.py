@@ -113,7 +113,7 @@ class LoadedBatches:
 
     def take(self, split: Split | None, epoch: int, position: int, samples: int) -> tuple[Tensor, ...]:
         """The batch of a mini-batch, of so many `samples`, which must be the next in order: steps and evaluations share
-        the loader. Raises InputError if it cannot be read.
+        the loader. Raises InputError, of a training UnreadableError, if it cannot be read.
 
         The batch after it is loaded before this returns, so that other processes can be told in time that it is
         `unreadable`; if it `gives_zeros` instead of raising, an evaluation ends in all processes alike.
@@ -123,7 +123,10 @@ class LoadedBatches:
         if self.unreadable:
             self.gave_zeros = True
             return tuple(form.new_zeros(samples, *form.shape[1:]) for form in self._forms)
-        batch = self.peek()
+        try:
+            batch = self.peek()
+        except InputError as error:  # it is the very first one
+            raise (UnreadableError if self.gives_zeros else InputError)(str(error)) from error
         assert self._current is not None
         assert self._splits[self._current.split] is split, "another split is next"
         assert self._current[1:3] == (epoch, position), self._current[1:3]

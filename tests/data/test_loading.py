@@ -18,7 +18,7 @@ from training_runs import SMALL, assert_same_tensors, configure, final_tensors, 
 from gpipe_cli.assembly.build import open_data
 from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.data.images import ImageSplit
-from gpipe_cli.data.loading import LoadedBatches, coming
+from gpipe_cli.data.loading import LoadedBatches, UnreadableError, coming
 from gpipe_cli.data.text import SyntheticText
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.layout import layout_of
@@ -116,6 +116,26 @@ def test_broken_image_reaches_the_consumer_as_one_line(train: ImageSplit, tmp_pa
     assert multiprocessing.active_children() == []
 
 
+def test_a_batch_that_cannot_be_read_is_known_one_ahead(train: ImageSplit, tmp_path: Path) -> None:
+    """So that all processes of a training can stop before it; an evaluation goes on with zeros."""
+    path = tmp_path / "train/b/3.jpg"
+    path.write_bytes(path.read_bytes()[:200])
+    mini_batches = MiniBatches(train.catalogue, batch_size=2, seed=1, shuffle=False)
+    for gives_zeros, error in ((False, InputError), (True, UnreadableError)):
+        batches = loaded(train, mini_batches, 0, 0, 1, workers=0)
+        batches.gives_zeros = gives_zeros
+        for position in range(4):
+            assert batches.unreadable == ""
+            (images,) = batches.take(train, 0, position, 2)
+        assert "train/b/3.jpg" in batches.unreadable
+        first = loaded(train, mini_batches, 0, 4, 1, workers=0)
+        first.gives_zeros = gives_zeros
+        with pytest.raises(error, match=r"train/b/3\.jpg"):
+            first.take(train, 0, 4, 2)
+    (zeros,) = batches.take(train, 0, 4, 1)
+    assert (zeros.shape, zeros.dtype, int(zeros.count_nonzero())) == ((1, *images.shape[1:]), images.dtype, 0)
+
+
 def consume(out: int) -> None:
     """A process of its own session that loads by two workers; the pipe `out` ends when all of them have gone."""
     os.setsid()
@@ -175,7 +195,8 @@ def test_a_run_prepares_only_what_it_reads_next_and_what_fits_the_memory(
                 read += 1
                 loaded = log.read_text().split()
                 if data_workers:
-                    assert len(multiprocessing.active_children()) == 2
+                    # none once the last batch is loaded
+                    assert len(multiprocessing.active_children()) in ((2,) if read == 1 else (0, 2))
                     assert len(loaded) <= read + 3
                 assert "test" not in loaded or read + 3 > 6, "the first epoch has six steps"
 
