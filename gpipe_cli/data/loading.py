@@ -125,7 +125,7 @@ class LoadedBatches:
             return tuple(form.new_zeros(samples, *form.shape[1:]) for form in self._forms)
         try:
             batch = self.peek()
-        except InputError as error:  # it is the very first one
+        except InputError as error:  # of the first batch
             raise (UnreadableError if self.gives_zeros else InputError)(str(error)) from error
         assert self._current is not None
         assert self._splits[self._current.split] is split, "another split is next"
@@ -134,7 +134,7 @@ class LoadedBatches:
         self._forms = tuple(tensor.new_empty(0, *tensor.shape[1:]) for tensor in batch)
         try:
             self.peek()
-        except StopIteration:  # it was the last one
+        except StopIteration:  # no batch comes after it
             pass
         except InputError as error:
             self.unreadable = str(error)

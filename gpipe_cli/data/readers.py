@@ -129,7 +129,7 @@ class Files:
                     image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
                 pixels: Tensor = pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
-            why = f"cannot be read ({one_line(error)}); replace it with a whole one"
+            why = f"cannot be read ({one_line(error)}); replace the file"
             raise InputError(f"image file '{path}': {why}") from error
         if mode in _UNKNOWN_RANGE:
             why = f"has 32-bit numbers (Pillow's mode {mode}), whose black and white are not known; save it with 8 bits"
