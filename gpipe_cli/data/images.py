@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.data.masks import NOTHING, MaskFiles, read_ellipses, read_masks
@@ -40,7 +39,7 @@ from gpipe_cli.data.readers import (
 )
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.phase import phase

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from gpipe_cli.assembly.build import memory_format_of
-from gpipe_cli.config.settings import Graphs, TrainConfig, load_hardware
+from gpipe_cli.config.pipeline_settings import Graphs
+from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen

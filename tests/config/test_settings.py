@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from gpipe_cli.config.pipeline_settings import Decides
 from training_runs import composed as tree
 from training_runs import configure as train
 
@@ -21,7 +22,6 @@ from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import (
     OF_INVOCATION,
     BenchSettings,
-    Decides,
     EvaluateSettings,
     TrainConfig,
     deciding,
