@@ -13,9 +13,8 @@ from gpipe_cli import __version__
 from gpipe_cli.commands.command_names import COMMANDS, OLD_COMMANDS, OLD_SETTINGS
 from gpipe_cli.commands.outcome import outcome, run_command
 from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.config.typed import RefusedError, show
 from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, RefusedError, show
 from gpipe_cli.system.streams import prepare_streams
 
 USAGE = "\n".join(

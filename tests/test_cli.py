@@ -14,8 +14,7 @@ import yaml
 import gpipe_cli
 from gpipe_cli.cli import COMMANDS, LEADER_SECONDS, main
 from gpipe_cli.commands.outcome import outcome, run_command
-from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.errors import BAD_INPUT, InputError
+from gpipe_cli.errors import BAD_INPUT, InputError, RefusedError
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.worker import _failure
 from gpipe_cli.reproduction.runner import FOLDER

@@ -17,8 +17,7 @@ from gpipe_cli.commands.outcome import Outcome, ended, fork_command
 from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
 from gpipe_cli.commands.train import requested
-from gpipe_cli.config.typed import NothingFitsError
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, NothingFitsError
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.system.source_code import commit_of

@@ -12,7 +12,6 @@ from torch import nn
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import show
 from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
 from gpipe_cli.data.images import find_images, open_images
 from gpipe_cli.data.masked_text import MaskedText
@@ -20,6 +19,7 @@ from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.text import SyntheticText, TextSplit, open_text
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import PAD
+from gpipe_cli.errors import show
 from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom

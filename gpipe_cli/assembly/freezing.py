@@ -13,7 +13,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, ImagesConfig
 from gpipe_cli.config.settings import TAKEN, TrainConfig
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 

@@ -16,10 +16,9 @@ from typing import Any
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure
 from gpipe_cli.config.settings import Decides, PartitionConfig, TrainConfig, deciding
-from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.distributed.rendezvous import decided_by_first
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, one_line
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory

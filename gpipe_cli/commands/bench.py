@@ -10,8 +10,7 @@ from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
-from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, write_bench
 
 # Settings that `gpipe bench` refuses, with the reason and the remedy.

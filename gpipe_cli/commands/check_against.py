@@ -21,8 +21,7 @@ from rich.console import Console
 from gpipe_cli.commands.prepare import refuse_unfit
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import CheckSettings, PartitionConfig, TrainConfig
-from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.supervisor import run_task

@@ -19,8 +19,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest, written_here
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, shortened
-from gpipe_cli.errors import InputError
+from gpipe_cli.config.typed import quoted
+from gpipe_cli.errors import InputError, RefusedError, SettingError, one_line, shortened
 from gpipe_cli.models.timm_list import timm_models
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")

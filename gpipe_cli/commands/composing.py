@@ -52,8 +52,8 @@ from gpipe_cli.config.settings import (
     resolved,
     set_value,
 )
-from gpipe_cli.config.typed import RefusedError, SettingError, one_line, quoted, settings, unknown, with_type
-from gpipe_cli.errors import InputError
+from gpipe_cli.config.typed import quoted, settings, unknown
+from gpipe_cli.errors import InputError, RefusedError, SettingError, one_line, with_type
 from gpipe_cli.planner.step_schedule import refuse_files
 from gpipe_cli.schedule.placement import PLACEMENTS
 from gpipe_cli.system.interrupts import import_apart

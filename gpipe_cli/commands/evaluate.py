@@ -19,8 +19,9 @@ from gpipe_cli.config.settings import (
     flattened,
     load,
 )
-from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
+from gpipe_cli.config.typed import typed, unknown
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_apart
 

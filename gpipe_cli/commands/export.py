@@ -14,8 +14,8 @@ from gpipe_cli.commands.folders import refuse_file
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.groups import HuggingFaceConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, ExportSettings
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.config.typed import settings as settings_of
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_apart
 

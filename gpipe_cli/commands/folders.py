@@ -8,9 +8,8 @@ from itertools import count
 from pathlib import Path
 
 from gpipe_cli.config.settings import CONFIG, TrainConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import leads
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.system.files import FolderInUseError, FolderLock, contents, remove_partial_files

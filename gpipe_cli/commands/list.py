@@ -13,8 +13,7 @@ from gpipe_cli.config.comments import all_settings, of_choices
 from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import IMAGES
 from gpipe_cli.config.settings import CONFIG, load_hardware
-from gpipe_cli.config.typed import show
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, show
 from gpipe_cli.models.timm_list import chains
 from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_text

@@ -15,9 +15,19 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, with_type
 from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, UNREAD, InputError
+from gpipe_cli.errors import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    UNREAD,
+    InputError,
+    NothingFitsError,
+    RefusedError,
+    one_line,
+    with_type,
+)
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import Stopped, import_apart, interruptible

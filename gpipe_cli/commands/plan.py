@@ -17,9 +17,8 @@ from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.settings import SCHEDULE_FILE, PlanSettings, TrainConfig
-from gpipe_cli.config.typed import RefusedError, SettingError
 from gpipe_cli.distributed.torchrun import refuse_torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, SettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import TABLE, formatted
 from gpipe_cli.results.files import as_json

@@ -9,8 +9,8 @@ from gpipe_cli.assembly.build import preprocessing_of
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.config.groups import SCALING, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
-from gpipe_cli.config.typed import RefusedError, show
 from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.errors import RefusedError, show
 from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu

@@ -12,8 +12,7 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
 from gpipe_cli.commands.outcome import ended, fork_command, run_command
 from gpipe_cli.config.settings import key_of, owner
-from gpipe_cli.config.typed import SettingError
-from gpipe_cli.errors import BAD_INPUT, InputError
+from gpipe_cli.errors import BAD_INPUT, InputError, SettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_line

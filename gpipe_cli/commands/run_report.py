@@ -13,8 +13,7 @@ from gpipe_cli.commands.next_commands import next_commands
 from gpipe_cli.commands.prepare import Prepared
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import BenchSettings, TrainConfig
-from gpipe_cli.config.typed import one_line
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, one_line
 from gpipe_cli.planner.mfu import step_flops
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.run.console import LINE_SECONDS

@@ -15,8 +15,8 @@ from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.groups import IMAGES, ImagesConfig, model_name
 from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun, waiting_at_most
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import log, logging_to, show_line
 from gpipe_cli.reporting.run.summary import outcome_of

@@ -34,9 +34,9 @@ from gpipe_cli.config.settings import (
     one_device,
     target_of,
 )
-from gpipe_cli.config.typed import RefusedError, SettingError, quoted
+from gpipe_cli.config.typed import quoted
 from gpipe_cli.distributed.torchrun import refuse_torchrun
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, RefusedError, SettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override, resuming
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_rest

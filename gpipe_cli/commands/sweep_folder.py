@@ -13,8 +13,7 @@ from pathlib import Path
 
 from gpipe_cli.commands import folders
 from gpipe_cli.config.settings import CONFIG
-from gpipe_cli.config.typed import with_type
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, with_type
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.results.bench import BENCH, CSV
 from gpipe_cli.results.files import read_result, write_result

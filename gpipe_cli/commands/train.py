@@ -24,7 +24,7 @@ from gpipe_cli.config.settings import (
     naming,
     read_config,
 )
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.reporting.tables.sweep import show_sweep
 
 

@@ -13,10 +13,9 @@ from gpipe_cli.commands.prepare import prepare, refuse_unfit
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, instead_of, read_config
-from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun, waiting_at_most
-from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError
+from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, RefusedError, one_line
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Reason, Task
 from gpipe_cli.launch.supervisor import run_task

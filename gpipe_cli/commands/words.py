@@ -4,8 +4,7 @@ import os
 from collections.abc import Sequence
 
 from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.reporting.tables.table import FORMATS
 
 

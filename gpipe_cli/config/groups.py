@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, RefusedError, Share, Within
+from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, Share, Within
+from gpipe_cli.errors import RefusedError
 
 # --- model
 

@@ -20,20 +20,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
-from gpipe_cli.config.typed import (
-    Count,
-    NotNegative,
-    RefusedError,
-    SettingError,
-    Share,
-    Within,
-    one_line,
-    quoted,
-    show,
-    typed,
-    with_type,
-)
-from gpipe_cli.errors import InputError
+from gpipe_cli.config.typed import Count, NotNegative, Share, Within, quoted, typed
+from gpipe_cli.errors import InputError, RefusedError, SettingError, one_line, show, with_type
 from gpipe_cli.schedule import named_schedules
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
 from gpipe_cli.schedule.placement import PLACEMENTS

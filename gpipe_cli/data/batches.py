@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.micro_batches import Share, share_of
+from gpipe_cli.errors import RefusedError
 
 
 def seed_of(purpose: str, *numbers: int) -> int:

@@ -16,8 +16,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gpipe_cli.config.typed import RefusedError, one_line
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, one_line
 from gpipe_cli.system.files import open_to_append, write_whole
 
 _DIGEST_BYTES = 16

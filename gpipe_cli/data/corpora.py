@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import cached, digest_of
 from gpipe_cli.data.splits import OWN_VALIDATION, Splits, split_names
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.system.files import read_text
 
 _SECTION_CHARACTERS = 2000

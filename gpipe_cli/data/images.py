@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
 from gpipe_cli.data.masks import NOTHING, read_ellipses, read_masks
 from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
 from gpipe_cli.data.readers import Samples, read_cifar, read_digits, read_image_folder, read_noise
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.units import first_few
 

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.data.splits import SplitName
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.system.forked_call import end_with_parent
 
 _WITHOUT_SHARED_MEMORY = "make it larger (docker run --shm-size=1g), or use data_workers=0"

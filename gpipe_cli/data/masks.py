@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.readers import Files, Samples, decoded, is_image
 from gpipe_cli.data.splits import Splits, split_names
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, one_line
 
 NOTHING = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
 _LOOKED_AT = 16  # masks from all of a split, which are read before others

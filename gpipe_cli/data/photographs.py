@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.readers import Samples, read_folders
 from gpipe_cli.data.splits import Splits, split_names
+from gpipe_cli.errors import RefusedError, with_type
 
 _DOWNLOAD = "set dataset.download=true"
 

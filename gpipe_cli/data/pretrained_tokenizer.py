@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.errors import RefusedError, one_line
 
 
 class PretrainedTokenizer:

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.config.typed import RefusedError, one_line, show
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.splits import Splits, divide, split_names
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, one_line, show
 from gpipe_cli.system.files import folders_in, open_regular
 
 if TYPE_CHECKING:

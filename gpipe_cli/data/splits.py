@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.settings import SplitName
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import seed_of
+from gpipe_cli.errors import RefusedError
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.groups import TEXTS, TextConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, seed_of
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.corpora import Documents, Pairs, read_cldr, read_parallel_text, read_python_docs, read_text_files
@@ -20,6 +19,7 @@ from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.splits import Splits, divide
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import BEGIN, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
+from gpipe_cli.errors import RefusedError
 
 _SHARE = "dataset.validation"
 

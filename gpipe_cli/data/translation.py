@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.groups import TextConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.corpora import Pairs, target_language
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make_vocabulary
+from gpipe_cli.errors import RefusedError
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.cache import cached, digest_of
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, one_line
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from gpipe_cli.config.typed import shortened
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, shortened
 
 _MOST_PROCESSES = 10_000  # the most processes of a run, each with a partition
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

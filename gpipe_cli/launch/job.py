@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpipe_cli.config.typed import RefusedError
+    from gpipe_cli.errors import RefusedError
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.training.engine import WorkerProcess
 

@@ -14,12 +14,11 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.cache import cache_folder
 from gpipe_cli.data.loading import LoaderDiedError
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError

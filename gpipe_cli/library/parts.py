@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpipe_cli.config.settings import PipelineSettings, load_hardware
-from gpipe_cli.config.typed import Count, RefusedError, with_type
+from gpipe_cli.config.typed import Count
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import Torchrun, waiting_at_most
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, with_type
 from gpipe_cli.models.custom import fault_of
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
 from gpipe_cli.planner.cut import balanced

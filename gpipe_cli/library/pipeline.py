@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN
-from gpipe_cli.config.typed import RefusedError, typed
+from gpipe_cli.config.typed import typed
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import global_norm
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.library.parts import (
     Arguments,
     as_sequential,

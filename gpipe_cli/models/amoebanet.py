@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.models import operations
 
 

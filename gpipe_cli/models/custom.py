@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipe_cli.config.groups import TARGET
-from gpipe_cli.config.typed import RefusedError, with_type
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, with_type
 from gpipe_cli.models.skips import Sequence
 
 

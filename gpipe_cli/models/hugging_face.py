@@ -27,7 +27,7 @@ from torch import nn
 
 from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import LoraConfig
-from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.errors import RefusedError, one_line
 from gpipe_cli.models.hugging_face_layers import (
     Block,
     ClassifierHead,

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from gpipe_cli.config.typed import RefusedError, with_type
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, with_type
 
 ADAPTER = "default"  # peft's name of a module's only adapter
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

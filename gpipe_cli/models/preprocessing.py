@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.errors import RefusedError, with_type
 from gpipe_cli.models.hugging_face import Source, read_config
 from gpipe_cli.models.hugging_face_weights import found_file
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.errors import RefusedError, with_type
 from gpipe_cli.models.paths import add_at
 from gpipe_cli.system.files import regular_size
 

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 
 LONGEST_WAVE = 10_000.0  # of the positions, in units of 2 pi tokens (Vaswani et al. 2017, Section 3.5)
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.models.skips import Pop, Sequence, Stash
 
 SLOPE = 0.01  # of leaky ReLU; torchgpipe's

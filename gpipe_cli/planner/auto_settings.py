@@ -16,9 +16,9 @@ from typing import Any
 from gpipe_cli.assembly.build import find_data
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig, UNetConfig
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
-from gpipe_cli.config.typed import NothingFitsError, bounds, show
+from gpipe_cli.config.typed import bounds
 from gpipe_cli.distributed.torchrun import Torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, NothingFitsError, show
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import TooLargeError, layout_of

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import show
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, show
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, resolved

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.system.accelerator import torch_is_built_for
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 

@@ -12,9 +12,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from gpipe_cli.config.settings import PipelineSettings, TrainConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order

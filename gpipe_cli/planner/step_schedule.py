@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from gpipe_cli.config.settings import PipelineSettings, TrainConfig
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.schedule.dependencies import ScheduleError, check
 from gpipe_cli.schedule.schedule import Recompute, Schedule, with_recomputation
 from gpipe_cli.schedule.schedule_file import read_placement, read_schedule

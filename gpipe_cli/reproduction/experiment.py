@@ -13,8 +13,7 @@ from itertools import groupby, product
 from typing import Any, Literal
 
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.config.typed import NothingFitsError
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, NothingFitsError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.computed import COMPUTED, IMPOSSIBLE

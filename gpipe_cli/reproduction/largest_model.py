@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpipe_cli.config.settings import key_of, load_hardware
-from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.errors import NothingFitsError
 from gpipe_cli.reproduction.runner import Runner
 from gpipe_cli.results.files import read_result
 from gpipe_cli.units import size

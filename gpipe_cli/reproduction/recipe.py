@@ -14,8 +14,8 @@ from pathlib import Path
 
 from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.settings import flattened, key_of, load_recipe, owner
-from gpipe_cli.config.typed import RefusedError, show, typed
-from gpipe_cli.errors import InputError
+from gpipe_cli.config.typed import typed
+from gpipe_cli.errors import InputError, RefusedError, show
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.experiment import Experiment
 from gpipe_cli.reproduction.runner import FOLDER, Gpu, Runner, Scale, last_wins

@@ -15,7 +15,6 @@ import torch
 from gpipe_cli.assembly.build import find_data, greatest_lengths, open_data, pretrained_classes
 from gpipe_cli.config.groups import IMAGES, TEXTS, HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import AUTO_BATCH, SplitName, TrainConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split, TrainedOn
 from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
@@ -31,7 +30,7 @@ from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import show
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, show
 from gpipe_cli.training.checkpoint.files import (
     DamagedError,
     Progress,

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import greatest_lengths, model_inputs, outputs_of
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.errors import RefusedError, with_type
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
 from gpipe_cli.units import size
 

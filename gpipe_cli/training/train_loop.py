@@ -18,12 +18,11 @@ from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import NO_TOTALS, Totals
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, SplitName, TrainConfig, to_yaml
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.distributed.rendezvous import Decision
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.pipeline.profile.layer_probes import probing
 from gpipe_cli.pipeline.runtime.module_state import putting_back
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators

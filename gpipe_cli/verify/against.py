@@ -31,9 +31,9 @@ from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
 from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import with_type
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, new_group
+from gpipe_cli.errors import with_type
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.tied_weights import trained_parameters

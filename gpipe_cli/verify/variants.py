@@ -23,10 +23,10 @@ from gpipe_cli.assembly.build import COMPUTED_IN, user_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import with_type
 from gpipe_cli.data.loading import LoadedBatches, coming
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.errors import with_type
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import tracking_norms

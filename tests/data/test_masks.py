@@ -8,13 +8,12 @@ import torch
 from image_files import opened, write_image
 from PIL import Image
 
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.masks import MaskFiles
 from gpipe_cli.data.readers import Files, Samples
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.training.data_feed import MiniBatch, Reading
 
 FIRST = torch.tensor([0])

@@ -8,10 +8,10 @@ import torch
 from image_files import opened, write_images
 
 from gpipe_cli.config.groups import TextConfig
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.splits import divide
 from gpipe_cli.data.text import TextSplit, open_text
 from gpipe_cli.data.translation import PairSplit
+from gpipe_cli.errors import RefusedError
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1 / 3, 0.5, 0.97])

@@ -9,7 +9,7 @@ from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.config.settings import load_hardware
-from gpipe_cli.config.typed import show
+from gpipe_cli.errors import show
 from gpipe_cli.planner.cost_model import (
     LayerSeconds,
     LayerTimes,

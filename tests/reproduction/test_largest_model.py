@@ -6,7 +6,7 @@ from typing import Any
 
 from recipe_runs import HERE, answering, column, experiment, real_runner
 
-from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.errors import NothingFitsError
 from gpipe_cli.reproduction.largest_model import BYTES, naive_activations, train
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.models.amoebanet import ScheduledDropPath
 from gpipe_cli.pipeline.runtime.compilation import Compiled

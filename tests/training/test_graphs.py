@@ -16,8 +16,8 @@ from test_check_matrix import ALIKE, APART, IMAGES, LM, REPLICAS, RUNS, SMALL, _
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_tensors, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.training import pipeline_part, train_loop

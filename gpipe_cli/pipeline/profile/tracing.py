@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from gpipe_cli.config.typed import with_type
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, with_type
 from gpipe_cli.models.skips import Pop, Stash, find_skips, popping
 from gpipe_cli.pipeline.profile.carried_skips import with_skips
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost, OperationKind, Operations, Work

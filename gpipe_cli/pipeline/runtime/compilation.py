@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.models.skips import Stash
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpipe_cli.config.settings import Decides, not_deciding
-from gpipe_cli.config.typed import show
+from gpipe_cli.errors import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.compare.scaling import scalings
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column

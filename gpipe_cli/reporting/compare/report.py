@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.config.typed import show
+from gpipe_cli.errors import show
 from gpipe_cli.reporting.compare.comparison import Comparison, listed
 from gpipe_cli.reporting.compare.run_record import RunRecord, first_difference, same_curves
 from gpipe_cli.reporting.run.lines import show_facts, show_line

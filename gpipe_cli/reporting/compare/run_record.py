@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.settings import CONFIG, Decides, flattened, not_deciding, runs_below
-from gpipe_cli.config.typed import show
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, show
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.results.run import RunResult, read_run_result

@@ -9,8 +9,8 @@ from rich.console import Console
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
 from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, flattened, load_preset
-from gpipe_cli.config.typed import show
 from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.errors import show
 from gpipe_cli.reporting.run.description import RunDescription, name_and_size, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table

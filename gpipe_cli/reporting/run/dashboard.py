@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpipe_cli.config.settings import CONFIG, Logger
-from gpipe_cli.config.typed import with_type
+from gpipe_cli.errors import with_type
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.description import RunDescription, scores_of

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.config.settings import CONFIG, Task, TrainConfig, target_of, to_yaml
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.errors import one_line
 from gpipe_cli.reporting.page.page import MOST_STEPS, PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gpipe_cli.config.settings import Logger, TrainConfig, flattened
-from gpipe_cli.config.typed import RefusedError, choices, settings, show
+from gpipe_cli.config.typed import choices, settings
+from gpipe_cli.errors import RefusedError, show
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.system.files import read_json, write_whole
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, flattened
-from gpipe_cli.config.typed import show
+from gpipe_cli.errors import show
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
 from gpipe_cli.reporting.run.description import name_and_size, precision_facts

@@ -6,8 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.config.typed import with_type
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, with_type
 from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_markdown
 from gpipe_cli.results.files import read_result, write_result

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.config.settings import Decides, flattened, not_deciding
-from gpipe_cli.config.typed import show
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from rich.cells import cell_len
 from rich.console import Console
 
-from gpipe_cli.config.typed import show
+from gpipe_cli.errors import show
 from gpipe_cli.reporting.run.lines import show_line, show_text, wrapped
 from gpipe_cli.results.files import as_json
 from gpipe_cli.results.measures import Measure

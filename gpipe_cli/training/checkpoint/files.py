@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.assembly.loss import NO_TOTALS, Totals
-from gpipe_cli.config.typed import Count, Within, one_line, show, typed
-from gpipe_cli.errors import InputError
+from gpipe_cli.config.typed import Count, Within, typed
+from gpipe_cli.errors import InputError, one_line, show
 from gpipe_cli.system.files import (
     NOT_RENAMED,
     check_not_linked,

@@ -13,8 +13,7 @@ from torch import nn
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
 from gpipe_cli.config.groups import TEXTS, ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
-from gpipe_cli.config.typed import RefusedError, show
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import InputError, RefusedError, show
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint import files

@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.config.settings import ONE_DEVICE, TrainConfig, find_run, load
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import RefusedError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors, select
