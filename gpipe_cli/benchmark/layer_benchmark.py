@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, outputs_of, real_model, targets_of
-from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
+from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of, norms_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
@@ -37,7 +37,7 @@ from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage
-from gpipe_cli.training.step import norms_of, objective_of
+from gpipe_cli.training.step import objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 3, 400  # numbers of passes over a segment
 _SHARE_ALONE = 0.3  # of `Timing.seconds`: for the passes of a process alone, and for those with all threads

@@ -15,7 +15,8 @@ from typing import Any
 
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure
-from gpipe_cli.config.settings import Decides, PartitionConfig, TrainConfig, deciding
+from gpipe_cli.config.pipeline_settings import Decides
+from gpipe_cli.config.settings import PartitionConfig, TrainConfig, deciding
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.distributed.rendezvous import decided_by_first
 from gpipe_cli.errors import InputError, one_line

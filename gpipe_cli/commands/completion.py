@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gpipe_cli.config.pipeline_settings import SCHEDULES
 from gpipe_cli.config.settings import (
     AUTO,
     CONFIG,
-    SCHEDULES,
     EvaluateSettings,
     ExportSettings,
     PlanSettings,

@@ -18,7 +18,8 @@ from gpipe_cli.commands.command_names import COMMANDS
 from gpipe_cli.commands.help_pictures import drawn
 from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
 from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.config.settings import SCHEDULES, TrainConfig
+from gpipe_cli.config.pipeline_settings import SCHEDULES
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import choices
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_line

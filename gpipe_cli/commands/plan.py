@@ -16,7 +16,8 @@ from gpipe_cli.commands.folders import refuse_file, run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences
 from gpipe_cli.commands.words import words_and_settings
-from gpipe_cli.config.settings import SCHEDULE_FILE, PlanSettings, TrainConfig
+from gpipe_cli.config.pipeline_settings import SCHEDULE_FILE
+from gpipe_cli.config.settings import PlanSettings, TrainConfig
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError, RefusedError, SettingError
 from gpipe_cli.launch.fork_server import fork_server

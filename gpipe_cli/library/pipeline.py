@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN
+from gpipe_cli.assembly.optimizer import clip, norms_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import global_norm
@@ -62,7 +63,6 @@ from gpipe_cli.schedule.schedule import RecomputeMode, Schedule
 from gpipe_cli.system.accelerator import wait_for_device
 from gpipe_cli.system.uncompiled import left_by_compiler
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
-from gpipe_cli.training.step import clip, norms_of
 from gpipe_cli.units import count, plural
 
 Values: TypeAlias = torch.Tensor | Sequence[torch.Tensor]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from gpipe_cli.config.settings import PipelineSettings, TrainConfig
+from gpipe_cli.config.pipeline_settings import PipelineSettings
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError, RefusedError
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved

@@ -16,7 +16,8 @@ from gpipe_cli.assembly import build
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.assembly.loss import loss_of_shapes
 from gpipe_cli.assembly.optimizer import state_bytes
-from gpipe_cli.config.settings import Decides, TrainConfig, deciding
+from gpipe_cli.config.pipeline_settings import Decides
+from gpipe_cli.config.settings import TrainConfig, deciding
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Skip, find_skips

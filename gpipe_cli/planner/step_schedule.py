@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-from gpipe_cli.config.settings import PipelineSettings, TrainConfig
+from gpipe_cli.config.pipeline_settings import PipelineSettings
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import RefusedError
 from gpipe_cli.schedule.dependencies import ScheduleError, check
 from gpipe_cli.schedule.schedule import Recompute, Schedule, with_recomputation

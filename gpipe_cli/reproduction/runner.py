@@ -15,7 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from gpipe_cli.config.settings import Decides, key_of, not_deciding, owner, replaced_batch
+from gpipe_cli.config.pipeline_settings import Decides
+from gpipe_cli.config.settings import key_of, not_deciding, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG

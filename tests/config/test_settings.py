@@ -18,10 +18,10 @@ from gpipe_cli.commands.evaluate import of_run
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import requested, resumed
 from gpipe_cli.config.groups import choice_of
+from gpipe_cli.config.pipeline_settings import Decides
 from gpipe_cli.config.settings import (
     OF_INVOCATION,
     BenchSettings,
-    Decides,
     EvaluateSettings,
     TrainConfig,
     deciding,

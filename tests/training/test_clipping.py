@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpipe_cli.training.step import clip, norms_of
+from gpipe_cli.assembly.optimizer import clip, norms_of
 
 
 @pytest.mark.parametrize("largest", [1e-3, 1.0, 3.0, 1e3])

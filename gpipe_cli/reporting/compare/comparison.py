@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.config.settings import Decides, not_deciding
+from gpipe_cli.config.pipeline_settings import Decides
+from gpipe_cli.config.settings import not_deciding
 from gpipe_cli.errors import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.compare.scaling import scalings

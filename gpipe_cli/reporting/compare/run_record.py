@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.settings import CONFIG, Decides, flattened, not_deciding, runs_below
+from gpipe_cli.config.pipeline_settings import Decides
+from gpipe_cli.config.settings import CONFIG, flattened, not_deciding, runs_below
 from gpipe_cli.errors import InputError, show
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES

@@ -17,7 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.config.settings import Decides, flattened, not_deciding
+from gpipe_cli.config.pipeline_settings import Decides
+from gpipe_cli.config.settings import flattened, not_deciding
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_text

@@ -18,7 +18,7 @@ import vector_clocks
 from engine_runs import MODELS, Case, CrossEntropy, build_stages, costs_of, covering, data
 from vector_clocks import Event, Message, WatchedGroup, WatchedLink, Work, World
 
-from gpipe_cli.assembly.optimizer import gradients_of
+from gpipe_cli.assembly.optimizer import clip, gradients_of, norms_of
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime import deferred_batch_norm, p2p_transport, replicas, transport
 from gpipe_cli.pipeline.runtime.boundary import Boundary
@@ -35,7 +35,6 @@ from gpipe_cli.schedule.named_schedules import SCHEDULES, build, forward_only
 from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.system.accelerator import to_device, to_host
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
-from gpipe_cli.training.step import clip, norms_of
 
 
 @pytest.fixture
