@@ -55,6 +55,15 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def duration_range(seconds: tuple[float, float]) -> str:
+    """`340.0 to 410.0 ms`, `900.0 ms to 1.2 s`; `340.0 ms` if both are the same."""
+    low, high = map(duration, seconds)
+    if low == high:
+        return high
+    number, _, unit = low.partition(" ")
+    return f"{number} to {high}" if high.partition(" ")[2] == unit else f"{low} to {high}"
+
+
 def rounded(parts: Mapping[str, float]) -> dict[str, float]:
     """Round each part to one decimal so that the rounded parts add up to the rounded sum (largest remainders)."""
     tenths = {name: math.floor(10 * value) for name, value in parts.items()}

@@ -51,6 +51,7 @@ LEVELS = (
     ("__main__",),
     ("__init__",),
 )
+ENGINE = ("schedule", "pipeline.runtime", "pipeline.profile", "distributed", "library")
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 
@@ -147,6 +148,13 @@ def test_nothing_is_imported_that_the_first_step_does_not_need(tmp_path: Path, m
 def test_hydra_is_known_to_settings_and_commands_only() -> None:
     parts = {part(where) for where, module in imports() if is_of(module, "hydra", "omegaconf")}
     assert parts <= {"config", "commands", "cli"}
+
+
+def test_the_engine_does_not_import_the_commands_configuration() -> None:
+    """A program with a `Pipeline` of its own has no settings files; the settings that both share are apart."""
+    engine = [(where, module) for where, module in own_imports() if part(where) in ENGINE and part(module) == "config"]
+    assert {module for where, module in engine if part(where) != "library"} == set()
+    assert {module for _, module in engine} == {"gpipe_cli.config.pipeline_settings", "gpipe_cli.config.typed"}
 
 
 def test_processes_communicate_in_few_parts() -> None:

@@ -11,6 +11,8 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import unwrap
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,7 @@ from torch import nn
 
 from gpipe_cli.assembly.adafactor import Adafactor
 from gpipe_cli.config import groups
+from gpipe_cli.distributed.control_group import global_norm
 from gpipe_cli.system.accelerator import is_accelerator
 from gpipe_cli.system.hidden_gpus import hidden_gpus
 
@@ -126,3 +129,20 @@ def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torc
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of each gradient, float64 (P,), on the device of the first gradient; without waiting for a GPU."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
+    stacks = [torch.stack(list(norms)).double() for _, norms in by_device]
+    return torch.cat([stack.to(stacks[0].device, non_blocking=True) for stack in stacks])
+
+
+def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:
+    """Scale this process's gradients so that the global norm, from the `norms` of all gradients, is <= `largest`."""
+    norm = global_norm(norms)
+    factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # stays on the device
+    for (device, dtype), group in groupby(gradients, key=attrgetter("device", "dtype")):
+        torch._foreach_mul_(list(group), factor.to(device, dtype, non_blocking=True))

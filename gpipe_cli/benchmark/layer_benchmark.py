@@ -8,7 +8,8 @@ replayed as graphs, each layer is a stage of its own: the clock cannot be read i
 What is predicted is a step in which all processes compute, and they share memory and caches: so all of them time both
 micro-batches at the same time, in turns for about a second, as other programs may slow down a machine for part of it.
 One process then times the larger micro-batch alone, and with all threads of the machine, as a single device would have
-them: of these only the ratio to the other times counts.
+them: of these only the ratio to the other times counts. Time for which other programs had a process's core does not
+count: what is predicted is a run that has its cores.
 """
 
 import itertools
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Timed:
     set_up: float  # seconds once a step
     slowdown: float  # how much longer layers take while all processes compute
     faster: float  # how many times as fast a process is with `Timing.most_threads`
+    scatter: tuple[float, float]  # quartiles of the passes' seconds by the clock, as parts of the seconds reported
     link: Link | None  # the slowest link; None if nothing is sent
 
 
@@ -96,6 +98,7 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
             yield _Timer(timing, on_device, stage, hooks=cut is timing.segments)
 
     together: tuple[Pass, Pass] = [], []
+    quartiles = [0.0, 0.0]
     alone: Pass = []
     with_all_threads: Pass = []
     updates: list[float] = []
@@ -104,6 +107,7 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
         control.barrier()
         for layers, timed in zip(together, timer.passes(timing.samples), strict=True):
             layers += timed
+        quartiles = [before + seconds for before, seconds in zip(quartiles, timer.quartiles, strict=True)]
         control.barrier()
         if control.leads and control.size > 1:
             alone += timer.passes(timing.samples[1:], _SHARE_ALONE)[0]
@@ -125,7 +129,8 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
         slowdown = max(1.0, _sum(together[1]) / _sum(alone)) if alone else 1.0
         small, large = ([tuple(seconds / slowdown for seconds in layer) for layer in layers] for layers in together)
         faster = max(1.0, _sum(large) / _sum(with_all_threads)) if with_all_threads else 1.0
-        process.report(Timed((small, large), updates, set_up, slowdown, faster, link))
+        low, high = (seconds / _sum(together[1]) for seconds in quartiles)
+        process.report(Timed((small, large), updates, set_up, slowdown, faster, (low, high), link))
     control.barrier()
 
 
@@ -144,6 +149,8 @@ class _Timer:
         # by samples: inputs, gradients of outputs, and targets, which only the segment with the last layer has
         self._drawn: dict[int, tuple[Tensors, Sequence[torch.Tensor | None], torch.Tensor | None]] = {}
         self._finishing: list[float] = []
+        self._core_shares: list[float] = []  # share of each pass for which this process had its core
+        self.quartiles = (0.0, 0.0)  # of the seconds of the last passes of `passes`, by the clock
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
         self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
@@ -202,25 +209,31 @@ class _Timer:
 
     def passes(self, sizes: Sequence[int], share: float = 1.0) -> list[Pass]:
         """The seconds of each layer for micro-batches of these sizes, timed in turns for a share of `Timing.seconds`:
-        medians, scaled by a common factor so that they sum to a mean pass, as occasional interruptions show in no
-        layer's median, but slow down every step."""
+        medians, scaled by a common factor so that they sum to a mean pass, as what happens now and then (a page fault,
+        a garbage collection) shows in no layer's median, but slows down every step."""
         for samples in sorted(sizes, reverse=True):  # graphs share memory, and those in too little are dropped
             self.warm_up(samples)
         taken: list[list[Pass]] = [[] for _ in sizes]
+        core_shares: list[list[float]] = [[] for _ in sizes]
         began = time.perf_counter()
         while not taken[0] or (
             len(taken[0]) < _MOST
             and time.perf_counter() - began < share * self._seconds * (_PATIENCE if len(taken[0]) < _LEAST else 1)
         ):
-            for passes, samples in zip(taken, sizes, strict=True):
+            for passes, shares, samples in zip(taken, core_shares, sizes, strict=True):
                 self._draw(samples)
+                self._core_shares.clear()
                 passes += [self._one_pass() for _ in range(_IN_TURN)]
-        return [self._typical(passes) for passes in taken]
+                shares += self._core_shares
+        low, _, high = quantiles(map(_sum, taken[-1]), n=4, method="inclusive")
+        self.quartiles = (low, high)
+        return list(map(self._typical, taken, core_shares))
 
     @staticmethod
-    def _typical(passes: Sequence[Pass]) -> Pass:
+    def _typical(passes: Sequence[Pass], core_shares: Sequence[float]) -> Pass:
         medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*passes, strict=True)]
-        factor = sum(map(_sum, passes)) / len(passes) / _sum(medians)
+        totals = [_sum(layers) * share for layers, share in zip(passes, core_shares, strict=True)]
+        factor = sum(totals) / len(passes) / _sum(medians)
         return [tuple(factor * seconds for seconds in layer) for layer in medians]
 
     def warm_up(self, samples: int) -> None:
@@ -239,6 +252,14 @@ class _Timer:
         return 0 if self._stage.graphs is None else self._stage.graphs.recordings
 
     def _one_pass(self) -> Pass:
+        """The seconds of each layer, by the clock; the share of them with a core is added to `_core_shares`."""
+        began, core_began = time.perf_counter(), self._clock.core_seconds()
+        seconds = self._timed_pass()
+        core_seconds, elapsed = self._clock.core_seconds() - core_began, time.perf_counter() - began
+        self._core_shares.append(min(1.0, core_seconds / elapsed) if core_seconds else 1.0)
+        return seconds
+
+    def _timed_pass(self) -> Pass:
         stage, clock = self._stage, self._clock
         self._begin_step()
         clock.begin_step()

@@ -38,7 +38,7 @@ from gpipe_cli.units import duration, plural, size
 
 Log = Callable[[str], None]
 
-_VERSION = 17  # raise this whenever the remembered values, or how they are measured, change
+_VERSION = 18  # raise this whenever the remembered values, or how they are measured, change
 _SECONDS = 1.0  # how long passes over the model, of both sizes, are repeated by all processes
 _PASS_SECONDS, _MOST_PASS_SECONDS = 0.1, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
 _LEAST_SAMPLES = 4  # of the larger micro-batch
@@ -85,7 +85,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
 
         text = decide() if layout.started is None else decided_by_first(key, decide)
         decided = json.loads(text)
-        pairs = {name: tuple(decided[name]) for name in ("samples", "all_threads")} if decided else {}
+        pairs = {name: tuple(decided[name]) for name in ("samples", "all_threads", "scatter")} if decided else {}
         _known[key] = decided and LayerTimes(**decided | pairs)
     times = _known[key]
     if times is None:
@@ -138,6 +138,7 @@ def _times_of_machine(
         (usable_cores(), timed["faster"]) if layout.on_cpu else (layout.threads, 1.0),
         latency,
         per_byte,
+        scatter=tuple(timed["scatter"]),
         source=f"layers timed on this machine, {least} and {plural(most, 'sample')} at a time",
     )
 

@@ -9,7 +9,6 @@ import io
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import Flag, auto
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -20,12 +19,22 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
+from gpipe_cli.config.pipeline_settings import (
+    COURSE,
+    INVOCATION,
+    KERNELS,
+    LAYERS,
+    MACHINE,
+    PLACE,
+    SECONDS,
+    STEP,
+    WRITING,
+    Decides,
+    Partitions,
+    PipelineSettings,
+)
 from gpipe_cli.config.typed import Count, NotNegative, Share, Within, quoted, typed
 from gpipe_cli.errors import InputError, RefusedError, SettingError, one_line, show, with_type
-from gpipe_cli.schedule import named_schedules
-from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
-from gpipe_cli.schedule.placement import PLACEMENTS
-from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.system.files import folders_in, read_text
 from gpipe_cli.system.gpus import devices_here
 from gpipe_cli.units import plural
@@ -46,14 +55,9 @@ SAMPLE_WORDS: dict[Task, str] = {
     "classification": "sample", "segmentation": "sample", "language_model": "sequence", "translation": "sentence",
 }  # fmt: skip
 SplitName = Literal["training", "test", "validation"]
-Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
 Logger = Literal["tensorboard", "mlflow", "wandb", "csv"]
-Graphs = Literal["auto", True, False]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
-Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
-MicroBatches = Annotated[int, Within(1, 100_000)]
-Replicas = Annotated[int, Within(1, 10_000, why="as no cluster has more machines")]
 BatchSize = Annotated[int, Within(1, 10_000_000)]
 Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
 DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
@@ -61,31 +65,7 @@ MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto`: the value predicted to be fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
-SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
-SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
-
-
-class Decides(Flag):
-    """What depends on a setting. Each field of `TrainConfig` says so in its metadata; see `deciding`."""
-
-    LAYERS = auto()  # the layers that are traced: their shapes, operations and bytes
-    SECONDS = auto()  # how long layers of given shapes take
-    SCALE = auto()  # data, sizes or training: with another value, figures of the paper are not comparable
-    STEP = auto()  # what a step does; others decide how many there are, and what happens between them
-    RUN = auto()  # what a run does, also when it is resumed; others are of one invocation of the command
-    COMPARED = auto()  # what two runs may differ in; others say where a run is written, and how it goes on
-
-
-_PLACE = {"decides": Decides(0)}
-_INVOCATION = {"decides": Decides.SCALE | Decides.COMPARED}
-_WRITING = {"decides": Decides.RUN | Decides.COMPARED}
-_COURSE = {"decides": Decides.SCALE | Decides.RUN | Decides.COMPARED}
-_MACHINE = {"decides": Decides.STEP | Decides.RUN | Decides.COMPARED}
-_KERNELS = {"decides": _MACHINE["decides"] | Decides.LAYERS}
-_STEP = {"decides": _MACHINE["decides"] | Decides.SCALE}
-_LAYERS = {"decides": _STEP["decides"] | Decides.LAYERS}
-_SECONDS = {"decides": _LAYERS["decides"] | Decides.SECONDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,105 +100,46 @@ ONE_DEVICE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSettings:
-    """What a training step does and in which processes, whatever is trained: the settings that `gpipe train` and a
-    `Pipeline` in a user's own program share. Raises InputError if two contradict each other."""
-
-    ON_CPU = "device=cpu"  # the setting, in messages, with which layers compute on the CPU
-
-    partitions: Partitions = field(metadata=_STEP)  # K
-    micro_batches: MicroBatches = field(metadata=_STEP)  # M
-    replicas: Replicas = field(default=1, metadata=_STEP)  # R
-    schedule: str = field(metadata=_STEP)  # a name, `auto`, or a file
-    recompute: Literal[RecomputeMode, "auto"] = field(metadata=_STEP)
-    executor: Executor = field(metadata=_MACHINE)
-    stages_per_process: Partitions | None = field(default=None, metadata=_STEP)
-    placement: str | None = field(default=None, metadata=_STEP)  # a name, or a file; None: what suits the schedule
-    seed: Annotated[int, Within(0, 2**32 - 1)] = field(metadata=_MACHINE)
-    precision: groups.Precision = field(default="float32", metadata=_SECONDS)
-    compile: bool = field(default=False, metadata=_LAYERS)
-    graphs: Graphs = field(default="auto", metadata=_MACHINE)
-
-    def __post_init__(self) -> None:
-        self._check_schedule()
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
-        return not self.compile and (self.schedule in SPLITTING or self.schedule_is_file)
-
-    @property
-    def schedule_is_file(self) -> bool:
-        return self.schedule.endswith(SCHEDULE_FILE)
-
-    @property
-    def placement_is_file(self) -> bool:
-        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
-
-    def _check_schedule(self) -> None:
-        """Raises InputError for a schedule or a placement that is neither a name nor a file, for two that do not go
-        together, and for a schedule that compiled layers cannot follow."""
-        if self.schedule not in SCHEDULES and not self.schedule_is_file:
-            allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
-            raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
-        if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
-            why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
-            raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
-        if (placement := self.placement) is None:
-            return
-        if placement not in PLACEMENTS and not self.placement_is_file:
-            allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
-            raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
-        if self.schedule_is_file:
-            why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
-            raise RefusedError("placement", placement, why)
-        placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
-        if placed not in (None, placement):
-            why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
-            raise RefusedError("placement", placement, why)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(PipelineSettings):
     """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError if two contradict each other.
 
     A field with a default is missing from `config.yaml` of older runs; the default reproduces their behaviour.
     """
 
-    partition: PartitionConfig = field(metadata=_STEP)
-    preset: str | None = field(metadata=_LAYERS)
-    batch_size: BatchSize | None = field(metadata=_STEP)  # N, samples of the whole mini-batch
-    batch_tokens: Count | None = field(metadata=_STEP)  # most tokens of a mini-batch; for text, in place of batch_size
-    epochs: Count = field(metadata=_COURSE)
-    max_steps: Count | None = field(metadata=_INVOCATION)
-    gradient_clipping: NotNegative = field(metadata=_STEP)  # 0: off
-    label_smoothing: Share = field(metadata=_SECONDS)
-    ema_decay: Share = field(metadata=_SECONDS)  # 0: off
-    init_from: str | None = field(metadata=_LAYERS)
-    init_head: Literal["auto", "keep", "new"] = field(metadata=_LAYERS)
-    freeze: tuple[str, ...] | None = field(metadata=_SECONDS)  # shell patterns; checked later against the model
-    evaluate_every_epochs: Count = field(metadata=_COURSE)
-    check_layers: bool = field(metadata=_COURSE)
-    device: Device = field(metadata=_KERNELS)
-    deterministic: bool = field(default=True, metadata=_SECONDS)
-    memory_format: MemoryFormat = field(metadata=_KERNELS)
-    threads: Threads | None = field(metadata=_MACHINE)
-    data_workers: DataWorkers | None = field(metadata=_MACHINE)
-    timeout_seconds: TimeoutSeconds = field(metadata=_MACHINE)
-    output: str = field(metadata=_PLACE)
-    logger: tuple[Logger, ...] = field(default=("tensorboard",), metadata=_MACHINE)
-    run_folder: str | None = field(metadata=_PLACE)
-    resume: str | None = field(metadata=_PLACE)
-    max_restarts: MaxRestarts = field(default=0, metadata=_PLACE)
-    dry_run: bool = field(metadata=_INVOCATION)
-    quiet: bool = field(default=False, metadata=_INVOCATION)
-    cost: Literal["figures", "measured", "measured_anew"] = field(metadata=_MACHINE)
-    checkpoint: CheckpointConfig = field(metadata=_WRITING)
-    hardware: groups.HardwareConfig = field(metadata=_STEP)
-    model: groups.ModelConfig = field(metadata=_SECONDS)
-    dataset: groups.DatasetConfig = field(metadata=_SECONDS)
-    optimizer: groups.OptimizerConfig = field(metadata=_SECONDS)
-    learning_rate: groups.LearningRateConfig = field(metadata=_STEP)
+    partition: PartitionConfig = field(metadata=STEP)
+    preset: str | None = field(metadata=LAYERS)
+    batch_size: BatchSize | None = field(metadata=STEP)  # N, samples of the whole mini-batch
+    batch_tokens: Count | None = field(metadata=STEP)  # most tokens of a mini-batch; for text, in place of batch_size
+    epochs: Count = field(metadata=COURSE)
+    max_steps: Count | None = field(metadata=INVOCATION)
+    gradient_clipping: NotNegative = field(metadata=STEP)  # 0: off
+    label_smoothing: Share = field(metadata=SECONDS)
+    ema_decay: Share = field(metadata=SECONDS)  # 0: off
+    init_from: str | None = field(metadata=LAYERS)
+    init_head: Literal["auto", "keep", "new"] = field(metadata=LAYERS)
+    freeze: tuple[str, ...] | None = field(metadata=SECONDS)  # shell patterns; checked later against the model
+    evaluate_every_epochs: Count = field(metadata=COURSE)
+    check_layers: bool = field(metadata=COURSE)
+    device: Device = field(metadata=KERNELS)
+    deterministic: bool = field(default=True, metadata=SECONDS)
+    memory_format: MemoryFormat = field(metadata=KERNELS)
+    threads: Threads | None = field(metadata=MACHINE)
+    data_workers: DataWorkers | None = field(metadata=MACHINE)
+    timeout_seconds: TimeoutSeconds = field(metadata=MACHINE)
+    output: str = field(metadata=PLACE)
+    logger: tuple[Logger, ...] = field(default=("tensorboard",), metadata=MACHINE)
+    run_folder: str | None = field(metadata=PLACE)
+    resume: str | None = field(metadata=PLACE)
+    max_restarts: MaxRestarts = field(default=0, metadata=PLACE)
+    dry_run: bool = field(metadata=INVOCATION)
+    quiet: bool = field(default=False, metadata=INVOCATION)
+    cost: Literal["figures", "measured", "measured_anew"] = field(metadata=MACHINE)
+    checkpoint: CheckpointConfig = field(metadata=WRITING)
+    hardware: groups.HardwareConfig = field(metadata=STEP)
+    model: groups.ModelConfig = field(metadata=SECONDS)
+    dataset: groups.DatasetConfig = field(metadata=SECONDS)
+    optimizer: groups.OptimizerConfig = field(metadata=SECONDS)
+    learning_rate: groups.LearningRateConfig = field(metadata=STEP)
 
     def __post_init__(self) -> None:
         self._check_task()

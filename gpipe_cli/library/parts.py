@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpipe_cli.config.pipeline_settings import PipelineSettings
-from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import Count
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
@@ -22,7 +21,7 @@ from gpipe_cli.errors import InputError, RefusedError, with_type
 from gpipe_cli.models.custom import fault_of
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
 from gpipe_cli.planner.cut import balanced
-from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.data_sheet import sheet_of_devices
 from gpipe_cli.planner.device_rates import rates_of_sheet
 from gpipe_cli.planner.layout import Layout, place_stages
 from gpipe_cli.planner.model_profile import TracedModel
@@ -164,6 +163,6 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 def choose_balance(traced: TracedModel, layout: Layout, process: int, samples: float) -> tuple[int, ...]:
     """The number of layers of each partition, by the costs of the layers for micro-batches of `samples` samples on the
     devices of this process, according to their data sheet. Raises InputError for more partitions than layers."""
-    rates = rates_of_sheet(resolved(load_hardware("auto"), layout.devices_of(process)), layout.threads)
+    rates = rates_of_sheet(sheet_of_devices(layout.devices_of(process)), layout.threads)
     work = [rates.seconds(cost.forward, samples) + rates.seconds(cost.backward, samples) for cost in traced.costs]
     return balanced(work, len(layout.devices), traced.shared)

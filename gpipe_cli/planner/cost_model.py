@@ -45,6 +45,7 @@ class LayerTimes:
     all_threads: tuple[int, float]  # (n, f): with n threads, all of the machine's, a process is f times as fast
     link_seconds: float
     link_byte_seconds: float
+    scatter: tuple[float, float] = (1.0, 1.0)  # quartiles of the seconds by the clock, as parts of these seconds
     source: str = ""
     basis: Basis = "timed_layers"
 

@@ -50,6 +50,11 @@ def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig
     return replace(slowest, **given)
 
 
+def sheet_of_devices(devices: Sequence[str]) -> HardwareConfig:
+    """The data sheet of `devices` that are here, whatever hardware a plan is for."""
+    return resolved(load_hardware("auto"), devices)
+
+
 def sheet_of(gpu: Gpu) -> str | None:
     """The file in conf/hardware of a GPU; None if there is none."""
     name = set(gpu.name.upper().replace("-", " ").split())

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpipe_cli.config.settings import TrainConfig, load_hardware
-from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.data_sheet import resolved, sheet_of_devices
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -46,7 +46,7 @@ def _peak(config: TrainConfig, spec: PipelineSpec) -> tuple[float | None, str]:
     """
     hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
-    sheet_here = resolved(load_hardware("auto"), layout.devices).name  # auto: a GPU without a file
+    sheet_here = sheet_of_devices(layout.devices).name  # auto: a GPU without a file
     sheet = resolved(hardware, layout.devices)
     if hardware.name not in ("auto", sheet_here) and (sheet_here != "auto" or on_cpu):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"

@@ -9,13 +9,13 @@ from itertools import accumulate
 
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.config.pipeline_settings import Graphs
-from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.routes import inputs_of, outputs_of, routes
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, stages_of
-from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.data_sheet import sheet_of_devices
 from gpipe_cli.planner.device_rates import computes_in
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.make_plan import plan_step
@@ -136,7 +136,7 @@ def placed(plan: Plan) -> PipelineSpec:
         layout=layout,
         memory_format=memory_format_of(config),
         precision=config.precision,
-        computes_in=computes_in(resolved(load_hardware("auto"), layout.devices).name, config.precision),
+        computes_in=computes_in(sheet_of_devices(layout.devices).name, config.precision),
         deterministic=config.deterministic,
         compile=config.compile,
         graphs=config.graphs,

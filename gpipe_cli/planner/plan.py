@@ -16,6 +16,7 @@ from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import Route, routes
+from gpipe_cli.planner.cost_model import LayerTimes
 from gpipe_cli.planner.cut import Cut
 from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
@@ -31,6 +32,7 @@ from gpipe_cli.schedule.simulator import StageCost, ideal_bubble
 from gpipe_cli.schedule.timeline import Timeline
 
 PLAN = "plan.json"
+_STEADY = 0.1  # timings whose quartiles are closer, as a part of their mean, do not scatter
 _GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid is unreadable
 
 
@@ -121,6 +123,15 @@ class Plan(Cut):
     chosen_order: str = ""  # the name of the order that schedule=auto chose
     choices: "tuple[Choice, ...]" = ()  # what was compared for settings with `auto`, or by `solve`
     files: Mapping[str, str] = field(default_factory=dict)  # other files of the plan: what it is -> where it is
+
+    @property
+    def step_range(self) -> tuple[float, float] | None:
+        """The seconds between which a step is predicted to take, if timings of its layers scattered by more than a
+        tenth: their quartiles. None if they did not, or nothing was timed."""
+        low, high = self.costs.known.scatter if isinstance(self.costs.known, LayerTimes) else (1.0, 1.0)
+        if high - low < _STEADY:
+            return None
+        return min(1.0, low) * self.step_seconds, max(1.0, high) * self.step_seconds
 
     @property
     def held_bytes(self) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ class Prediction:
     step_seconds: float
     memory_bytes: tuple[int, ...] = ()  # per stage
     activation_bytes: tuple[int, ...] | None = None  # per stage
+    step_range: tuple[float, float] | None = None  # between which seconds, where timings of the layers scattered
 
 
 @dataclass(frozen=True)

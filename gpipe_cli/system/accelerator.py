@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 TYPE = "cuda"  # the type of the devices that gpipe computes on, besides "cpu"
+_NO_CONTEXT = nullcontext()
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -75,7 +76,7 @@ def use_device(device: torch.device) -> None:
 
 def using_device(device: torch.device) -> AbstractContextManager[object]:
     """Inside, `device` is this thread's: a new thread has device 0, and opens a context there, maybe for nothing."""
-    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else _NO_CONTEXT
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

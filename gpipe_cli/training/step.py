@@ -16,14 +16,13 @@ them. Norms and recordings are those of the first replica.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cache, partial
-from itertools import groupby, islice
-from operator import attrgetter
+from itertools import islice
 
 import torch
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS
 from gpipe_cli.assembly.loss import NO_TOTALS, CrossEntropy, Totals
-from gpipe_cli.assembly.optimizer import set_learning_rate
+from gpipe_cli.assembly.optimizer import clip, norms_of, set_learning_rate
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.images import normalize
@@ -271,23 +270,6 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
 def _sum(parts: Sequence[torch.Tensor]) -> Totals:
     elements, *sums = torch.stack(list(parts)).sum(dim=0).tolist()
     return Totals(int(elements), *sums)
-
-
-def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of each gradient, float64 (P,), on the device of the first gradient; without waiting for a GPU."""
-    if not gradients:
-        return torch.zeros(0, dtype=torch.float64)
-    by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
-    stacks = [torch.stack(list(norms)).double() for _, norms in by_device]
-    return torch.cat([stack.to(stacks[0].device, non_blocking=True) for stack in stacks])
-
-
-def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:
-    """Scale this process's gradients so that the global norm, from the `norms` of all gradients, is <= `largest`."""
-    norm = global_norm(norms)
-    factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # stays on the device
-    for (device, dtype), group in groupby(gradients, key=attrgetter("device", "dtype")):
-        torch._foreach_mul_(list(group), factor.to(device, dtype, non_blocking=True))
 
 
 def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:

@@ -34,7 +34,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.randomness import micro_batch_seed, mix_in, seed_generator
+from gpipe_cli.pipeline.runtime.randomness import mix_in, seed_generator, step_seed
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
@@ -498,7 +498,7 @@ def seeding_layers(
     draws the same. `first_layer`: the number of the first of `layers`."""
 
     def seed(number: int, layer: nn.Module, inputs: Any) -> None:
-        seed_generator(device, mix_in(micro_batch_seed(run_seed, 0, micro_batch()), number))
+        seed_generator(device, mix_in(mix_in(step_seed(run_seed, 0), micro_batch()), number))
 
     numbered = enumerate(layers, first_layer)
     handles = [layer.register_forward_pre_hook(partial(seed, number), prepend=True) for number, layer in numbered]

@@ -197,7 +197,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
         alone = [(SECONDS[data_sheet.gpu_of(spec.layout.devices[0])],) * 3] * sum(
             map(len, task.args[0].segments.layer_names)
         )
-        on_message(Timed((alone, alone), [1e-4] * len(alone), 1e-3, 1.0, 1.0, (1e-5, 3e11)))
+        on_message(Timed((alone, alone), [1e-4] * len(alone), 1e-3, 1.0, 1.0, (1.0, 1.0), (1e-5, 3e11)))
 
     monkeypatch.setattr(data_sheet, "torch_is_built_for", lambda: True)
     monkeypatch.setattr(data_sheet, "usable_gpus", lambda: here)

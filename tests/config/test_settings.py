@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
-from gpipe_cli.config.pipeline_settings import Decides
 from training_runs import composed as tree
 from training_runs import configure as train
 
@@ -19,6 +18,7 @@ from gpipe_cli.commands.evaluate import of_run
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import requested, resumed
 from gpipe_cli.config.groups import choice_of
+from gpipe_cli.config.pipeline_settings import Decides
 from gpipe_cli.config.settings import (
     OF_INVOCATION,
     BenchSettings,

@@ -25,8 +25,9 @@ class StageLayer(NamedTuple):
 
     name: str
     module: nn.Module
-    draws: bool  # whether generators are seeded before it; before the last layer always, as a loss may draw, too
+    draws: bool  # whether it may draw random numbers, so that generators are seeded before it
     has_dense_gradient: bool  # whether the gradient of its output is dense, as far as the next layer returns it
+    is_plain: bool  # whether it maps a dense tensor to another, with such a gradient, and leaves its input as it was
 
 
 def layers_of(stage: nn.Sequential, *, compiled: bool = False) -> list[StageLayer]:
@@ -35,7 +36,7 @@ def layers_of(stage: nn.Sequential, *, compiled: bool = False) -> list[StageLaye
     named = list(stage.named_children())
     following = [not compiled and returns_dense_gradients(layer) for _, layer in named[1:]] + [False]
     return [
-        StageLayer(name, layer, layer is named[-1][1] or not draws_nothing(layer), dense)
+        StageLayer(name, layer, not draws_nothing(layer), dense, dense and makes_dense_outputs(layer))
         for (name, layer), dense in zip(named, following, strict=True)
     ]
 
@@ -51,6 +52,12 @@ def returns_dense_gradients(layer: nn.Module) -> bool:
     while type(layer) is nn.Sequential and len(layer) and _is_as_in_torch(layer):
         layer = layer[0]
     return _is_as_in_torch(layer) and type(layer) in _RETURN_DENSE_GRADIENTS
+
+
+def makes_dense_outputs(layer: nn.Module) -> bool:
+    """Whether a layer is known to return a dense tensor in its own memory for a dense one, with as many dimensions, and
+    not to change that in place."""
+    return _is_as_in_torch(layer) and type(layer) in _RETURN_DENSE_GRADIENTS and not getattr(layer, "inplace", False)
 
 
 def _is_as_in_torch(module: nn.Module) -> bool:

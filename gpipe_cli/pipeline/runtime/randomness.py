@@ -36,9 +36,10 @@ def mix_in(state: int, value: int) -> int:
     return state ^ (state >> 31)
 
 
-def micro_batch_seed(run_seed: int, step: int, micro_batch: int) -> int:
-    """From this `mix_in` makes the seed of each layer, by its number; `micro_batch` is counted over all replicas."""
-    return mix(run_seed, step, 0, micro_batch)
+def step_seed(run_seed: int, step: int) -> int:
+    """From this `mix_in` makes the seed of each micro-batch, by its number over all replicas, and from that the seed of
+    each layer, by its number."""
+    return mix(run_seed, step, 0)
 
 
 def seed_generator(device: torch.device, seed: int) -> None:

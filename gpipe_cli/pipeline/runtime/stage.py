@@ -44,7 +44,7 @@ from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffer
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
 from gpipe_cli.pipeline.runtime.module_state import putting_back
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.randomness import micro_batch_seed, mix_in
+from gpipe_cli.pipeline.runtime.randomness import mix_in, step_seed
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
 from gpipe_cli.pipeline.runtime.stage_graphs import GraphKind, GraphMaker, Seeds, Slot, StageGraphs
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
@@ -116,7 +116,9 @@ class Stage:
         self._memory_format = memory_format
         self._computed_in = computed_in
         self.statistics = BatchStatistics()
-        self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
+        self._run_seed = run_seed
+        self._step_seed = step_seed(run_seed, 0)
+        self._first_micro_batch = 0
         self._objective: Objective | None = None
         self._saved: dict[int, _InFlight] = {}
         self._deferred: dict[int, list[DeferredWeight] | Slot] = {}
@@ -168,7 +170,8 @@ class Stage:
         self._saved.clear()  # of a step that failed
         self._deferred.clear()
         self.statistics.begin_step()
-        self._step, self._first_micro_batch = step, first_micro_batch
+        self._step_seed = step_seed(self._run_seed, step)
+        self._first_micro_batch = first_micro_batch
         self._objective = objective
         self._split = frozenset(action.micro_batch for action in actions if action.kind is Kind.I)
         self.counter.begin_step(self.module)
@@ -374,7 +377,7 @@ class Stage:
         return tuple(tensor.detach().requires_grad_(described.requires_grad) for tensor, described in pairs)
 
     def _seeds(self, micro_batch: int) -> Seeds:
-        state = micro_batch_seed(self._run_seed, self._step, self._first_micro_batch + micro_batch)
+        state = mix_in(self._step_seed, self._first_micro_batch + micro_batch)
         return lambda place: mix_in(state, self._first_layer + place)
 
     def _seed(self, micro_batch: int) -> Callable[[int], None]:
@@ -382,9 +385,10 @@ class Stage:
         if not self.module.training:
             return lambda place: None
         seeds = self._seeds(micro_batch)
+        before_loss = len(self._layers) - 1 if self._objective is not None else None  # a loss may draw, too
 
         def seed(place: int) -> None:
-            if self._layers[place].draws:
+            if self._layers[place].draws or place == before_loss:
                 for generator in self._generators:
                     generator.manual_seed(seeds(place))
 
@@ -395,7 +399,7 @@ class Stage:
         called before each layer with its place. Without `graph`, compiled and recurrent layers record a graph all the
         same, so that they run the same code as in a recomputation; the graph is dropped layer by layer."""
         drop = self._always_records and self.module.training and not graph
-        with torch.set_grad_enabled(graph or drop), self._autocast():
+        with _grad_mode(graph or drop), self._autocast():
             leaves = self._leaves(inputs) if graph or drop else inputs
             return leaves, self._run(leaves, begin, drop=drop)
 
@@ -406,6 +410,9 @@ class Stage:
             for place, layer in enumerate(self._layers):
                 self.layer_name = layer.name
                 begin(place)
+                if layer.is_plain and len(inputs) == 1 and not (in_tuple or drop) and inputs[0].dim() != 4:
+                    inputs = (layer.module(inputs[0]),)  # it needs none of what `_call` does
+                    continue
                 inputs, in_tuple = self._call(layer, inputs, in_tuple, skips)
                 if drop:
                     inputs = without_graph(inputs)
@@ -475,11 +482,16 @@ class Stage:
         """The outputs; on the last stage the loss instead."""
         if self._objective is None:
             return outputs
-        with torch.set_grad_enabled(graph), self._autocast():
+        with _grad_mode(graph), self._autocast():
             loss = self._objective.loss(micro_batch, outputs)
             if observe:
                 self._objective.observe(micro_batch, outputs, loss.detach())
         return (loss,)
+
+
+def _grad_mode(enabled: bool) -> AbstractContextManager[object]:
+    """`torch.set_grad_enabled`, which costs as much as a small layer, where it changes something."""
+    return _NOTHING if torch.is_grad_enabled() is enabled else torch.set_grad_enabled(enabled)
 
 
 def _copies(tensors: Tensors) -> Tensors:

@@ -341,7 +341,9 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
     prediction = shares = None
     if (plan := run.prediction) is not None:
         measured = plan.costs.basis == "timed_layers"
-        prediction = Prediction(plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes)
+        prediction = Prediction(
+            plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes, plan.step_range
+        )
         shares = asdict(plan.breakdown)
     result = RunResult(
         status="running",

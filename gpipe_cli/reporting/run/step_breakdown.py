@@ -9,7 +9,7 @@ from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, in_per
 from gpipe_cli.reporting.run.lines import in_columns, show_facts
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.results.run import RunResult
-from gpipe_cli.units import duration, percent, size
+from gpipe_cli.units import duration, duration_range, percent, size
 
 if TYPE_CHECKING:  # imports torch
     from gpipe_cli.planner.plan import Plan
@@ -62,8 +62,10 @@ def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
     prediction, seconds = result.prediction, result.step_seconds
     assert prediction is not None
     assert seconds is not None
-    times = f"{duration(prediction.step_seconds)} a step, measured {duration(seconds)}"
-    yield "predicted", f"{times} ({difference(prediction.step_seconds, seconds, 'as long')})"
+    low, high = step_range = prediction.step_range or (prediction.step_seconds, prediction.step_seconds)
+    nearest = min(max(seconds, low), high)
+    times = f"{duration_range(step_range)} a step, measured {duration(seconds)}"
+    yield "predicted", f"{times} ({difference(nearest, seconds, 'as long')})"
     if result.predicted_activation_bytes and (counted_bytes := result.activation_bytes):
         stages = range(len(counted_bytes))
         fullest = max(stages, key=lambda stage: counted_bytes[stage])

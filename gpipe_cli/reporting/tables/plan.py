@@ -22,7 +22,18 @@ from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
 from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.results.files import write_result
-from gpipe_cli.units import count, duration, memory_unit, operations, percent, plural, rate, rounded, size
+from gpipe_cli.units import (
+    count,
+    duration,
+    duration_range,
+    memory_unit,
+    operations,
+    percent,
+    plural,
+    rate,
+    rounded,
+    size,
+)
 
 MOST_ROWS = 40  # a table with more rows shows only the first and the last rows
 MOST_SKIPS = 3  # further skips are only counted
@@ -136,7 +147,8 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
     speed = f"{rate(plan.samples_per_second)} {SAMPLE_WORDS[plan.config.task]}s/s"
     tokens = plan.tokens_per_second
     speeds = speed if tokens is None else f"{rate(tokens)} tokens/s, {speed}"
-    yield "predicted", f"{_step(plan.step_seconds)} a step, {speeds}"
+    step = _step(plan.step_seconds) if plan.step_range is None else duration_range(plan.step_range)
+    yield "predicted", f"{step} a step, {speeds}"
     baseline = baseline_of(plan)
     over = "one device with the whole mini-batch, nothing recomputed"
     if baseline is None:

@@ -18,7 +18,7 @@ def made(kind: type[nn.Module], width: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", sorted(known_layers._RETURN_DENSE_GRADIENTS, key=lambda kind: kind.__name__))
-def test_the_gradients_of_known_layers_are_dense(kind: type[nn.Module]) -> None:
+def test_outputs_and_gradients_of_known_layers_are_dense(kind: type[nn.Module]) -> None:
     for samples, between, width in itertools.product((1, 2, 7), SIZES, (1, 5)):
         if len(between) == 2:
             continue  # four dimensions
@@ -26,9 +26,19 @@ def test_the_gradients_of_known_layers_are_dense(kind: type[nn.Module]) -> None:
         seen: list[torch.Tensor] = []
         handed = given * 1
         handed.register_hook(seen.append)
+        version = handed._version
         outputs = made(kind, width)(handed)
+        assert in_layout(outputs.detach(), torch.contiguous_format).stride() == outputs.stride()
+        assert outputs.storage_offset() == 0
+        assert outputs.untyped_storage()._cdata != handed.untyped_storage()._cdata
+        assert (handed._version, outputs.dim()) == (version, handed.dim())
         outputs.backward(torch.randn_like(outputs))
         assert in_layout(seen[0], torch.contiguous_format) is seen[0], (samples, between, width)
+
+
+def test_a_layer_that_changes_its_input_is_not_plain() -> None:
+    stage = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2), nn.Dropout(), nn.Identity())
+    assert [layer.is_plain for layer in layers_of(stage)] == [True, False, False, False, False]
 
 
 def test_the_compiler_may_choose_the_strides_of_gradients() -> None:

@@ -1,0 +1,104 @@
+"""What a training step does and in which processes, whatever is trained: settings that `gpipe train` shares with a
+`Pipeline` in a user's own program; and what depends on each setting.
+"""
+
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from typing import Annotated, Literal
+
+from gpipe_cli.config import groups
+from gpipe_cli.config.typed import Within
+from gpipe_cli.errors import RefusedError
+from gpipe_cli.schedule import named_schedules
+from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
+from gpipe_cli.schedule.placement import PLACEMENTS
+from gpipe_cli.schedule.schedule import RecomputeMode
+
+Executor = Literal["auto", "in_process", "distributed"]
+Graphs = Literal["auto", True, False]
+Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
+MicroBatches = Annotated[int, Within(1, 100_000)]
+Replicas = Annotated[int, Within(1, 10_000, why="as no cluster has more machines")]
+SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
+SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
+
+
+class Decides(Flag):
+    """What depends on a setting. Each field of `TrainConfig` says so in its metadata; see `deciding`."""
+
+    LAYERS = auto()  # the layers that are traced: their shapes, operations and bytes
+    SECONDS = auto()  # how long layers of given shapes take
+    SCALE = auto()  # data, sizes or training: with another value, figures of the paper are not comparable
+    STEP = auto()  # what a step does; others decide how many there are, and what happens between them
+    RUN = auto()  # what a run does, also when it is resumed; others are of one invocation of the command
+    COMPARED = auto()  # what two runs may differ in; others say where a run is written, and how it goes on
+
+
+PLACE = {"decides": Decides(0)}
+INVOCATION = {"decides": Decides.SCALE | Decides.COMPARED}
+WRITING = {"decides": Decides.RUN | Decides.COMPARED}
+COURSE = {"decides": Decides.SCALE | Decides.RUN | Decides.COMPARED}
+MACHINE = {"decides": Decides.STEP | Decides.RUN | Decides.COMPARED}
+KERNELS = {"decides": MACHINE["decides"] | Decides.LAYERS}
+STEP = {"decides": MACHINE["decides"] | Decides.SCALE}
+LAYERS = {"decides": STEP["decides"] | Decides.LAYERS}
+SECONDS = {"decides": LAYERS["decides"] | Decides.SECONDS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """What a training step does and in which processes, whatever is trained: the settings that `gpipe train` and a
+    `Pipeline` in a user's own program share. Raises InputError if two contradict each other."""
+
+    ON_CPU = "device=cpu"  # the setting, in messages, with which layers compute on the CPU
+
+    partitions: Partitions = field(metadata=STEP)  # K
+    micro_batches: MicroBatches = field(metadata=STEP)  # M
+    replicas: Replicas = field(default=1, metadata=STEP)  # R
+    schedule: str = field(metadata=STEP)  # a name, `auto`, or a file
+    recompute: Literal[RecomputeMode, "auto"] = field(metadata=STEP)
+    executor: Executor = field(metadata=MACHINE)
+    stages_per_process: Partitions | None = field(default=None, metadata=STEP)
+    placement: str | None = field(default=None, metadata=STEP)  # a name, or a file; None: what suits the schedule
+    seed: Annotated[int, Within(0, 2**32 - 1)] = field(metadata=MACHINE)
+    precision: groups.Precision = field(default="float32", metadata=SECONDS)
+    compile: bool = field(default=False, metadata=LAYERS)
+    graphs: Graphs = field(default="auto", metadata=MACHINE)
+
+    def __post_init__(self) -> None:
+        self._check_schedule()
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
+        return not self.compile and (self.schedule in SPLITTING or self.schedule_is_file)
+
+    @property
+    def schedule_is_file(self) -> bool:
+        return self.schedule.endswith(SCHEDULE_FILE)
+
+    @property
+    def placement_is_file(self) -> bool:
+        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
+
+    def _check_schedule(self) -> None:
+        """Raises InputError for a schedule or a placement that is neither a name nor a file, for two that do not go
+        together, and for a schedule that compiled layers cannot follow."""
+        if self.schedule not in SCHEDULES and not self.schedule_is_file:
+            allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
+            raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
+        if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
+            why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
+            raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
+        if (placement := self.placement) is None:
+            return
+        if placement not in PLACEMENTS and not self.placement_is_file:
+            allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
+            raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
+        if self.schedule_is_file:
+            why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
+            raise RefusedError("placement", placement, why)
+        placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
+        if placed not in (None, placement):
+            why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
+            raise RefusedError("placement", placement, why)
