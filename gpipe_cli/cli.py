@@ -13,8 +13,8 @@ from gpipe_cli import __version__
 from gpipe_cli.commands.command_names import COMMANDS, OLD_COMMANDS, OLD_SETTINGS
 from gpipe_cli.commands.outcome import outcome, run_command
 from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, RefusedError, show
+from gpipe_cli.distributed.torchrun_env import is_rank_zero, read_torchrun_env
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, InvalidSettingError, show
 from gpipe_cli.system.streams import prepare_streams
 
 USAGE = "\n".join(
@@ -35,7 +35,7 @@ USAGE = "\n".join(
         "",
     ]
 )
-LEADER_SECONDS = 5.0  # how long other ranks wait before they report an error, which rank 0 usually has too
+RANK_ZERO_GRACE_SECONDS = 5.0  # how long other ranks wait before they report an error, which rank 0 usually has too
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,12 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     ended = outcome(lambda: _main(given))
     if ended.exit_code == UNREAD:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's flush at exit would raise again
-    elif ended.error and leads():
+    elif ended.error and is_rank_zero():
         drawn = getattr(ended.refusal, "drawn", "")
         sys.stderr.write(f"{name}: {ended.error}\n" + (f"{drawn}\n" if drawn else ""))
     elif ended.error and ended.exit_code not in (INTERRUPTED, STOPPED):
-        time.sleep(LEADER_SECONDS)  # if rank 0 has the same error, torchrun ends this process as soon as rank 0 exits
-        started = torchrun()
+        time.sleep(RANK_ZERO_GRACE_SECONDS)  # with the same error, rank 0 exits, and torchrun ends this process
+        started = read_torchrun_env()
         assert started is not None
         sys.stderr.write(f"{name}: process {started.rank}: {ended.error}\n")
     return ended.exit_code
@@ -70,7 +70,7 @@ def _main(given: list[str]) -> int:
         case ["help", command] if command in COMMANDS:
             return run_command(command, ["--help"])
         case [command, *rest] if command in COMMANDS:
-            _refuse_old_settings(command, rest)
+            _check_no_old_settings(command, rest)
             return run_command(command, rest)
         case [command, *_] if command in OLD_COMMANDS:
             raise InputError(f"{command}: this command is gone; {OLD_COMMANDS[command]}")
@@ -83,10 +83,10 @@ def _main(given: list[str]) -> int:
     return 0
 
 
-def _refuse_old_settings(command: str, arguments: list[str]) -> None:
-    """Raises RefusedError for a setting, or a value of one, that the version before this one had."""
+def _check_no_old_settings(command: str, arguments: list[str]) -> None:
+    """Raises InvalidSettingError for a setting, or a value of one, that the version before this one had."""
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
         for pattern, remedy in OLD_SETTINGS.items():
             if fnmatchcase(f"{command} {key}={value}", pattern):
-                raise RefusedError(key, value, f"is gone; {remedy}")
+                raise InvalidSettingError(key, value, f"is gone; {remedy}")

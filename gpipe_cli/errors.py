@@ -20,7 +20,7 @@ class NothingFitsError(InputError):
     """No candidate fits the memory limit, however it is cut; the message says by how much, and what would fit."""
 
 
-class RefusedError(InputError):
+class InvalidSettingError(InputError):
     """A setting has an invalid value: `model.filters=0: why; remedy`. `drawn`: lines to print below the message."""
 
     def __init__(self, key: str, value: object, why: str, drawn: str = "") -> None:
@@ -31,7 +31,7 @@ class RefusedError(InputError):
         return f"{self.key}={show(self.value)}: {self.why}"
 
 
-class SettingError(RefusedError):
+class InvalidValueError(InvalidSettingError):
     """A value that is invalid whatever the other settings are: a sweep that has it must not start any run."""
 
 

@@ -30,9 +30,9 @@ def percent(share: float | None, digits: int = 1) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
-def memory_unit(most_bytes: float) -> tuple[int, str]:
-    """Bytes and name of the unit for a table of memory whose largest number is `most_bytes`."""
-    return (GIB, "GiB") if most_bytes >= 10 * GIB else (MIB, "MiB")
+def memory_unit(max_bytes: float) -> tuple[int, str]:
+    """Bytes and name of the unit for a table of memory whose largest number is `max_bytes`."""
+    return (GIB, "GiB") if max_bytes >= 10 * GIB else (MIB, "MiB")
 
 
 def size(number_bytes: float) -> str:

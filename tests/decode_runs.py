@@ -142,7 +142,7 @@ def by_length(score: float, length: int, penalty: float) -> float:
     return score / ((5 + length) ** penalty / (5 + 1) ** penalty)
 
 
-def most_tokens(case: Case, index: int) -> int:
+def max_tokens(case: Case, index: int) -> int:
     return min(case.limit, 2 * len(source_tokens(index)) + 10)
 
 
@@ -150,7 +150,7 @@ def patient(case: Case, index: int) -> list[int]:
     """Beam search sentence by sentence, that stops for nothing but enough endings and the limit; of 1 it is greedy."""
     growing: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     ended: list[tuple[float, tuple[int, ...]]] = []
-    for length in range(1, most_tokens(case, index) + 1):
+    for length in range(1, max_tokens(case, index) + 1):
         ranked = sorted(
             (-(score + value), rank, token)
             for rank, (score, tokens) in enumerate(growing)

@@ -18,11 +18,11 @@ class RandomOrder:
     device_of_stage: tuple[int, ...]
 
 
-def random_orders(number: int, seed: int, most_stages: int = 8) -> Iterator[RandomOrder]:
+def random_orders(number: int, seed: int, max_stages: int = 8) -> Iterator[RandomOrder]:
     """`number` of them, on 1 to 4 devices, each of which has a stage."""
     chance = random.Random(seed)
     for _ in range(number):
-        stages = chance.randint(1, most_stages)
+        stages = chance.randint(1, max_stages)
         devices = chance.randint(1, min(4, stages))
         device_of_stage = [*range(devices), *(chance.randrange(devices) for _ in range(stages - devices))]
         chance.shuffle(device_of_stage)

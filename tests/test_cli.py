@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import gpipe_cli
-from gpipe_cli.cli import COMMANDS, LEADER_SECONDS, main
+from gpipe_cli.cli import COMMANDS, RANK_ZERO_GRACE_SECONDS, main
 from gpipe_cli.commands.outcome import outcome, run_command
-from gpipe_cli.errors import BAD_INPUT, InputError, RefusedError
+from gpipe_cli.errors import BAD_INPUT, InputError, InvalidSettingError
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.worker import _failure
 from gpipe_cli.reproduction.runner import FOLDER
@@ -63,7 +63,7 @@ def test_only_what_the_user_can_mend_is_bad_input(monkeypatch: pytest.MonkeyPatc
 
         return work
 
-    refused = RefusedError("partitions", 0, "must be at least 1; use partitions=1")
+    refused = InvalidSettingError("partitions", 0, "must be at least 1; use partitions=1")
     inside = ValueError("max() arg is an empty sequence")
     assert (outcome(fails(refused)).exit_code, outcome(fails(refused)).refusal) == (BAD_INPUT, refused)
     with pytest.raises(ValueError, match="empty sequence"):  # as a fault of the program, with its traceback
@@ -212,7 +212,7 @@ def test_under_torchrun_rank_0_reports_first(
     waited: list[float] = []
     monkeypatch.setattr("gpipe_cli.cli.time.sleep", waited.append)
     assert main(["train", "partitions=0"]) == 2
-    assert waited == [LEADER_SECONDS]
+    assert waited == [RANK_ZERO_GRACE_SECONDS]
     assert capsys.readouterr().err.startswith("gpipe train: process 1: partitions=0:")
 
 

@@ -31,14 +31,14 @@ def _update(
 ) -> None:
     """`averages` of each squared gradient: row (..., R, 1), column (..., 1, C), None; of a vector None, None, (C,)."""
     rate = group["lr"]
-    epsilon, least_scale = group["eps"]
+    epsilon, min_scale = group["eps"]
     torch._foreach_add_(steps, 1.0)
     done = [step.item() for step in steps]  # no synchronization: the counters are on the host
     shares = [count ** group["beta2_decay"] for count in done]
     roots = [parameter.numel() ** 0.5 for parameter in parameters]
     least = [torch.finfo(p.dtype).eps if epsilon is None else epsilon for p in parameters]
 
-    scales = _at_least(least_scale, torch._foreach_norm(parameters), roots)
+    scales = _clamped_rms(min_scale, torch._foreach_norm(parameters), roots)
     torch._foreach_mul_(scales, [min(rate, 1 / count**0.5) for count in done])
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
@@ -48,7 +48,7 @@ def _update(
     torch._foreach_rsqrt_(updates)
     torch._foreach_mul_(updates, gradients)
 
-    too_large = _at_least(1.0, torch._foreach_norm(updates), [root * group["d"] for root in roots])
+    too_large = _clamped_rms(1.0, torch._foreach_norm(updates), [root * group["d"] for root in roots])
     factors = torch.stack(scales).neg().div_(torch.stack(too_large)).to(parameters[0].dtype)
     torch._foreach_addcmul_(parameters, updates, factors.unbind())
 
@@ -68,7 +68,7 @@ def _second_moment(
     return (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=least))
 
 
-def _at_least(least: float, norms: Sequence[torch.Tensor], roots: Sequence[float]) -> list[torch.Tensor]:
+def _clamped_rms(least: float, norms: Sequence[torch.Tensor], roots: Sequence[float]) -> list[torch.Tensor]:
     """Root mean squares, at least `least`: norms over the roots of the numbers of elements; each (), float64."""
     means = list(torch.stack(list(norms)).double().unbind())
     torch._foreach_div_(means, roots)

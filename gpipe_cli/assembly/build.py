@@ -148,7 +148,7 @@ def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
 
 def preprocessing_of(config: TrainConfig) -> Preprocessing | None:
     """How the images were scaled on which the pretrained weights of a model were trained; None without such weights,
-    and if nobody says it. Raises RefusedError as `of_hugging_face`."""
+    and if nobody says it. Raises InvalidSettingError as `of_hugging_face`."""
     match config.model, config.dataset:
         case groups.TimmConfig() as model, groups.ImagesConfig() if model.pretrained or model.weights is not None:
             return of_timm(model.name, model.weights)

@@ -13,7 +13,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, ImagesConfig
 from gpipe_cli.config.settings import TAKEN, TrainConfig
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 
@@ -40,7 +40,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
         if not whole and not single:
             names = [*module_names, *parameter_names]
             hint = nearest(pattern, names) or f"; the layers are {', '.join(dict(model.named_children()))}"
-            raise RefusedError("freeze", patterns, f"no layer, module or parameter is called {pattern}{hint}")
+            raise InvalidSettingError("freeze", patterns, f"no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}
     for tie in find_ties(model):  # a tied weight that is frozen in one layer is frozen in all
@@ -53,7 +53,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
     if not any(modules.isdisjoint(_holders(name)) for name in trained):
         *_, last = (name for name, _ in model.named_children())
-        raise RefusedError(
+        raise InvalidSettingError(
             "freeze", patterns, f"nothing is left to train; leave out some layers, at least {last}, the last"
         )
     return Frozen(outermost, alone)

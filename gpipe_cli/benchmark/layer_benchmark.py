@@ -65,7 +65,7 @@ class Timing:
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     seconds: float  # about how long all passes over the model together are repeated
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
-    most_threads: int  # threads of a device that has the whole machine
+    max_threads: int  # threads of a device that has the whole machine
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Timed:
     updates: list[float]  # seconds of the update of each layer's weights
     set_up: float  # seconds once a step
     slowdown: float  # how much longer layers take while all processes compute
-    faster: float  # how many times as fast a process is with `Timing.most_threads`
+    faster: float  # how many times as fast a process is with `Timing.max_threads`
     scatter: tuple[float, float]  # quartiles of the passes' seconds by the clock, as parts of the seconds reported
     link: Link | None  # the slowest link; None if nothing is sent
 
@@ -109,23 +109,23 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
             layers += timed
         quartiles = [before + seconds for before, seconds in zip(quartiles, timer.quartiles, strict=True)]
         control.barrier()
-        if control.leads and control.size > 1:
+        if control.is_rank_zero and control.size > 1:
             alone += timer.passes(timing.samples[1:], _SHARE_ALONE)[0]
-        if control.leads and timing.layers is None:
+        if control.is_rank_zero and timing.layers is None:
             updates += timer.updates()
             set_up += timer.set_up()
-            if timing.most_threads > spec.layout.threads:
-                torch.set_num_threads(timing.most_threads)
+            if timing.max_threads > spec.layout.threads:
+                torch.set_num_threads(timing.max_threads)
                 with_all_threads += timer.passes(timing.samples[1:], _SHARE_ALONE)[0]
                 torch.set_num_threads(spec.layout.threads)
         control.barrier()
-    if control.leads and timing.layers is not None:
+    if control.is_rank_zero and timing.layers is not None:
         for timer in timers(timing.segments):
             timer.warm_up(timing.samples[0])  # which makes the gradients
             updates += timer.updates()
             set_up += timer.set_up()
     link = _slowest_link(spec, process.number, control, groups)
-    if control.leads:
+    if control.is_rank_zero:
         slowdown = max(1.0, _sum(together[1]) / _sum(alone)) if alone else 1.0
         small, large = ([tuple(seconds / slowdown for seconds in layer) for layer in layers] for layers in together)
         faster = max(1.0, _sum(large) / _sum(with_all_threads)) if with_all_threads else 1.0

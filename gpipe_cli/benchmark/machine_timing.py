@@ -40,9 +40,9 @@ Log = Callable[[str], None]
 
 _VERSION = 18  # raise this whenever the remembered values, or how they are measured, change
 _SECONDS = 1.0  # how long passes over the model, of both sizes, are repeated by all processes
-_PASS_SECONDS, _MOST_PASS_SECONDS = 0.1, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
-_LEAST_SAMPLES = 4  # of the larger micro-batch
-_MOST_PROCESSES = 16  # the most processes that are timed at once
+_PASS_SECONDS, _MAX_PASS_SECONDS = 0.1, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
+_MIN_SAMPLES = 4  # of the larger micro-batch
+_MAX_PROCESSES = 16  # the most processes that are timed at once
 
 _known: dict[str, LayerTimes | None] = {}  # what this command has timed, or has found that it cannot time
 
@@ -151,7 +151,7 @@ def _samples(config: TrainConfig, profile: ModelProfile) -> int:
 def _processes(profile: ModelProfile, layout: Layout) -> int:
     """How many processes, or GPUs of one process, are timed at the same time: as many as compute at the same time here,
     but on a CPU a power of two; between these the slowdown is interpolated."""
-    processes = min(layout.processes_here, _MOST_PROCESSES, len(profile.costs))
+    processes = min(layout.processes_here, _MAX_PROCESSES, len(profile.costs))
     if gpus := _gpus(layout):
         return processes if layout.processes > 1 else len(gpus)
     at_once = min(processes, max(1, usable_cores() // layout.threads))
@@ -169,17 +169,17 @@ def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[
     reason if even the smallest take too long or too much."""
     by_sheet = partial(predicted_costs, replace(config, partition=PartitionConfig(None)), profile, layout)
 
-    def too_large(samples: int, most_seconds: float) -> str:
+    def too_large(samples: int, max_seconds: float) -> str:
         seconds = sum(layer.forward + layer.graph + layer.backward for layer in by_sheet(samples=samples).layers)
-        if seconds > most_seconds:
+        if seconds > max_seconds:
             return f"a pass of {plural(samples, 'sample')} would take {duration(seconds)}"
         fullest, available = max(_bytes_of_layers(profile, samples)), _bytes_for_layers(config, layout)
         return f"a layer needs {size(fullest)}, and half the memory is {size(available)}" if fullest > available else ""
 
-    samples = max(_LEAST_SAMPLES, _samples(config, profile) // 4)
-    while samples >= 2 * _LEAST_SAMPLES and too_large(samples, _PASS_SECONDS):
+    samples = max(_MIN_SAMPLES, _samples(config, profile) // 4)
+    while samples >= 2 * _MIN_SAMPLES and too_large(samples, _PASS_SECONDS):
         samples //= 2
-    if why := too_large(samples, _MOST_PASS_SECONDS):
+    if why := too_large(samples, _MAX_PASS_SECONDS):
         return why
     return max(2, samples // 4), samples
 
@@ -204,8 +204,8 @@ def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: t
 
     segments = cut(_segments(profile, samples[1], _bytes_for_layers(config, layout)))
     layers = cut((1,) * len(profile.costs)) if _replays(config, profile, layout) else None
-    most_threads = usable_cores() if layout.on_cpu else layout.threads
-    timing = Timing(single_run, segments, layers, samples, _SECONDS, profile.splits, most_threads)
+    max_threads = usable_cores() if layout.on_cpu else layout.threads
+    timing = Timing(single_run, segments, layers, samples, _SECONDS, profile.splits, max_threads)
     messages: list[object] = []
     for placed in _each_kind_first(spec):
         failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, messages.append)

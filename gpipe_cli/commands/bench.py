@@ -10,7 +10,7 @@ from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import perform
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, write_bench
 
 # Settings that `gpipe bench` refuses, with the reason and the remedy.
@@ -28,9 +28,11 @@ REFUSED = {
 def main(arguments: Sequence[str]) -> int:
     sweep = sweep_of("bench", arguments, _requested)
     line = sweep.line
-    line.refuse(REFUSED)
+    line.check_allowed(REFUSED)
     if "rounds" in line.swept:
-        raise RefusedError("rounds", line.overrides["rounds"], "all rows of a table have the same; give one number")
+        raise InvalidSettingError(
+            "rounds", line.overrides["rounds"], "all rows of a table have the same; give one number"
+        )
     tree = sweep.compose(line, lambda: _show(sweep))
     if tree is None:
         statuses = {bench_status(run) for run in sweep.runs}

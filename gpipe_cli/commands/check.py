@@ -7,9 +7,9 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, compose, own, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.commands.run_start import refuse_missing_data
+from gpipe_cli.commands.run_start import check_data_present
 from gpipe_cli.config.settings import CheckSettings, find_run
-from gpipe_cli.distributed.torchrun import refuse_torchrun
+from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_apart
@@ -24,7 +24,7 @@ REFUSED = {
 
 def main(arguments: Sequence[str]) -> int:
     line = read("check", arguments, "it tries all partitions, schedules and recompute modes by itself")
-    line.refuse(REFUSED)
+    line.check_allowed(REFUSED)
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
@@ -36,12 +36,12 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(f"{key}=auto: a check needs a number; give one")
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
-    refuse_missing_data(config)
+    check_data_present(config)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start(config)  # the server imports torch in parallel with this process
         import_apart("gpipe_cli.commands.check_against", "gpipe_cli.commands.check_run")  # they import torch
         from gpipe_cli.commands.check_against import run_against
         from gpipe_cli.commands.check_run import run_check
 
-        refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
+        check_not_torchrun("gpipe check starts its own processes; call it without torchrun")
         return run_check(config, folder) if settings.against is None else run_against(config, settings, folder)

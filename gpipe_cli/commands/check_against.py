@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpipe_cli.commands.prepare import refuse_unfit
+from gpipe_cli.commands.prepare import check_feasible
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import CheckSettings, PartitionConfig, TrainConfig
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.supervisor import run_task
@@ -31,7 +31,7 @@ from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, show_against
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.training.data_feed import refuse_data
+from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.units import plural
 from gpipe_cli.verify import against as verify
 from gpipe_cli.verify.variants import REFERENCES
@@ -64,9 +64,9 @@ class _Contestant:
 def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> int:
     """Compare with the other program, and write check.json into `folder`. Returns the exit code: 0 the gradients agree,
     1 some differ or cannot be compared. Raises InputError for what the user can fix."""
-    _refuse(config, settings)
-    refuse_unfit(config)
-    refuse_data(config)
+    _check_comparable(config, settings)
+    check_feasible(config)
+    check_data(config)
     console = Console()
     with (
         tempfile.TemporaryDirectory(dir=temporary_folder()) as files,
@@ -81,7 +81,7 @@ def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> i
     return 0 if report.agrees else 1
 
 
-def _refuse(config: TrainConfig, settings: CheckSettings) -> None:
+def _check_comparable(config: TrainConfig, settings: CheckSettings) -> None:
     against = f"against={settings.against}"
     single_stage = config.partitions == 1 and settings.against == "torch"
     for wrong, key, why in (
@@ -93,7 +93,7 @@ def _refuse(config: TrainConfig, settings: CheckSettings) -> None:
         (config.schedule_is_file, "schedule", "tries gpipe and 1f1b; leave it out"),
     ):
         if wrong:
-            raise RefusedError(key, getattr(config, key), f"{against} {why}")
+            raise InvalidSettingError(key, getattr(config, key), f"{against} {why}")
     if settings.against == "torchgpipe" and find_spec("torchgpipe") is None:
         raise InputError(f"{against}: torchgpipe is not installed; pip install 'gpipe-cli[torchgpipe]'")
 
@@ -223,7 +223,7 @@ class _Match:
         if nearest.units == 0:
             return replace(row, verdict="identical")
         row = replace(row, verdict="differs", layer=nearest.layer, units=nearest.units, share=nearest.share)
-        return row if nearest.units > verify.MOST_UNITS else replace(row, verdict="within the order of summation")
+        return row if nearest.units > verify.MAX_UNITS else replace(row, verdict="within the order of summation")
 
 
 def _terms(contestant: _Contestant) -> int:

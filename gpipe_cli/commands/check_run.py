@@ -15,7 +15,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from gpipe_cli.commands.prepare import refuse_unfit
+from gpipe_cli.commands.prepare import check_feasible
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.errors import InputError
@@ -29,7 +29,7 @@ from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check
 from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES, order
 from gpipe_cli.schedule.schedule import RecomputeMode
-from gpipe_cli.training.data_feed import refuse_data
+from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
@@ -55,9 +55,9 @@ def run_check(config: TrainConfig, folder: Path) -> int:
         graphs=False,  # what a layer returns is not seen when its stage is replayed
     )  # fmt: skip
     console = Console()
-    refuse_unfit(config)
+    check_feasible(config)
     source = None if config.init_from is None else find_weights(config, show_error)
-    refuse_data(config, source=source)
+    check_data(config, source=source)
     check = _Check(config, replicas)
     with (
         tempfile.TemporaryDirectory(dir=temporary_folder()) as references,

@@ -20,7 +20,7 @@ from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest, written_here
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import quoted
-from gpipe_cli.errors import InputError, RefusedError, SettingError, one_line, shortened
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, one_line, shortened
 from gpipe_cli.models.timm_list import timm_models
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
@@ -82,7 +82,7 @@ class CommandLine:
         """The settings, as typed, that all runs of a sweep share."""
         return tuple(str(setting.input_line) for setting in self.parsed if not setting.is_sweep_override())
 
-    def refuse(self, remedies: Mapping[str, str]) -> None:
+    def check_allowed(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
         set to anything but the name of a choice."""
         # Hydra ignores ~presets without presets
@@ -91,15 +91,15 @@ class CommandLine:
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
             if remedy is not None and ("." in key or value not in (None, False)):
-                raise RefusedError(key, value, remedy)
+                raise InvalidSettingError(key, value, remedy)
         for group in GROUPS:
             if not isinstance(choice := self.overrides.get(group, ""), str):
                 number = isinstance(choice, int | float) and group == "learning_rate"
                 hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
-                raise RefusedError(group, choice, f"must be the name of a choice; {hint}")
+                raise InvalidSettingError(group, choice, f"must be the name of a choice; {hint}")
             if "/" in choice or "${" in choice:  # a file of another group, or of any folder; an interpolation
                 why = f"there is no such choice; choose one of {', '.join(of_choices(group))}"
-                raise SettingError(group, choice, why)
+                raise InvalidValueError(group, choice, why)
 
 
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
@@ -154,7 +154,8 @@ def _readable(argument: str) -> str:
 
 
 def parsed_settings(typed: Sequence[str]) -> list[Override]:
-    """Settings, parsed by Hydra. Raises HydraException, and SettingError for a number that is too long for Python."""
+    """Settings, parsed by Hydra. Raises HydraException, and InvalidValueError for a number that is too long for
+    Python."""
     parser = OverridesParser.create()
     parsed = list[Override]()
     for argument in typed:
@@ -162,7 +163,7 @@ def parsed_settings(typed: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([argument])
         except ValueError as error:  # from `int`: no exception of Hydra's is a ValueError
             why = f"a number has at most {sys.get_int_max_str_digits()} digits; give a smaller one"
-            raise SettingError(key_of(argument), shortened(argument.partition("=")[2]), why) from error
+            raise InvalidValueError(key_of(argument), shortened(argument.partition("=")[2]), why) from error
     return parsed
 
 
@@ -200,9 +201,11 @@ def translated(error: Exception) -> InputError:
         case MissingConfigException(missing_cfg_file=str(missing), options=options) if options:
             group, _, choice = missing.rpartition("/")
             if written := _elsewhere(group, choice):
-                return SettingError(group, choice, f"there is no such choice; write {written}")
+                return InvalidValueError(group, choice, f"there is no such choice; write {written}")
             hint = nearest(choice, list(options))
-            return SettingError(group, choice, f"there is no such choice; choose one of {', '.join(options)}{hint}")
+            return InvalidValueError(
+                group, choice, f"there is no such choice; choose one of {', '.join(options)}{hint}"
+            )
         case MissingConfigException(missing_cfg_file=str(name)):
             return InputError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
     message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)

@@ -53,8 +53,8 @@ from gpipe_cli.config.settings import (
     set_value,
 )
 from gpipe_cli.config.typed import quoted, settings, unknown
-from gpipe_cli.errors import InputError, RefusedError, SettingError, one_line, with_type
-from gpipe_cli.planner.step_schedule import refuse_files
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, one_line, with_type
+from gpipe_cli.planner.step_schedule import check_schedule_files
 from gpipe_cli.schedule.placement import PLACEMENTS
 from gpipe_cli.system.interrupts import import_apart
 
@@ -79,12 +79,12 @@ def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> li
 
 
 def _each(setting: Override) -> list[str]:
-    """A setting with each of its values. Raises RefusedError for bounds, `seed=interval(0,9)`."""
+    """A setting with each of its values. Raises InvalidSettingError for bounds, `seed=interval(0,9)`."""
     if not setting.is_sweep_override():
         return [str(setting.input_line)]
     if not setting.is_discrete_sweep():
         why = "a sweep has no bounds; give the values one by one"
-        raise RefusedError(setting.key_or_group, setting.get_value_string(), why)
+        raise InvalidSettingError(setting.key_or_group, setting.get_value_string(), why)
     return [f"{setting.get_key_element()}={value}" for value in setting.sweep_string_iterator()]
 
 
@@ -179,7 +179,7 @@ class Trees:
             command = owner(key)
             if not setting.is_delete() and command not in (None, self._line.command):
                 why = f"gpipe {self._line.command} has no such setting, gpipe {command} has"
-                raise RefusedError(key, setting.value(), why + (nearest(key, self._keys) or "; leave it out"))
+                raise InvalidSettingError(key, setting.value(), why + (nearest(key, self._keys) or "; leave it out"))
         chosen = tuple(str(setting.input_line) for setting in parsed if self._chooses(setting))
         if chosen not in self._composed:
             self._composed[chosen] = _composed(self._line, chosen)
@@ -204,10 +204,10 @@ class Trees:
             OmegaConf.update(tree, key, value, merge=merged, force_add=added)
         except (ConfigAttributeError, ConfigKeyError) as error:
             if key.startswith("hydra."):
-                raise SettingError(key, value, "Hydra has no such setting; --cfg hydra lists all") from error
+                raise InvalidValueError(key, value, "Hydra has no such setting; --cfg hydra lists all") from error
             raise unknown(key, value, self._keys) from error
         except OmegaConfBaseException as error:
-            raise SettingError(key, value, f"{one_line(error)}; give another value, or leave it out") from error
+            raise InvalidValueError(key, value, f"{one_line(error)}; give another value, or leave it out") from error
 
 
 def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
@@ -337,7 +337,7 @@ def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig
     auto = take_auto(tree)
     config = _with_preprocessing(tree, given)
     if not auto:
-        refuse_files(config)
+        check_schedule_files(config)
     return config, auto
 
 
@@ -372,7 +372,7 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
 def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> None:
     """Sets dataset.vocabulary to the size of dataset.tokenizer, if the vocabulary is null or only the tokenizer was
-    typed. Raises RefusedError for a tokenizer that cannot be read."""
+    typed. Raises InvalidSettingError for a tokenizer that cannot be read."""
     place, size = (OmegaConf.select(tree, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
     typed_alone = "dataset.tokenizer" in given and "dataset.vocabulary" not in given
     if isinstance(place, str) and (size is None or typed_alone):

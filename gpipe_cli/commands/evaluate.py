@@ -11,7 +11,7 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import compose, with_given
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.run_request import load_run
-from gpipe_cli.commands.run_start import refuse_missing_data
+from gpipe_cli.commands.run_start import check_data_present
 from gpipe_cli.config.groups import TARGET, DatasetConfig, ImagesConfig, choice_of
 from gpipe_cli.config.settings import (
     EvaluateSettings,
@@ -23,7 +23,7 @@ from gpipe_cli.config.settings import (
 )
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.config.typed import typed, unknown
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_apart
 
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     for key in line.overrides:
         if key.partition(".")[0] == "decode" and training.task != "translation":
             why = f"nothing is translated by a run of model={choice_of(training.model)}; leave it out"
-            raise RefusedError(key, line.overrides[key], why)
-    refuse_missing_data(training)
+            raise InvalidSettingError(key, line.overrides[key], why)
+    check_data_present(training)
 
     fork_server.start(training)  # the server imports torch in parallel with this process
     with preparing():
@@ -76,7 +76,8 @@ def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfi
 
 def _of_test_set(dataset: DatasetConfig, given: Mapping[str, object]) -> dict[str, object]:
     """The settings of a run's data set that do not hold for an evaluation, which needs no validation set, nor a share
-    of data that have a test set. Raises RefusedError for data in which the validation set would be the test set."""
+    of data that have a test set. Raises InvalidSettingError for data in which the validation set would be the test
+    set."""
     root = Path(str(given.get("dataset.root", dataset.root)))
     replaced: dict[str, object] = {}
     if isinstance(dataset, ImagesConfig) and dataset.test is not None and (root / "train").is_dir():
@@ -85,7 +86,7 @@ def _of_test_set(dataset: DatasetConfig, given: Mapping[str, object]) -> dict[st
     if dataset.validation == "val" and root.is_dir() and not has_test:
         why = f"there is no '{root / 'test'}', and val was the validation set of the run"
         use = "give data with a test set, or of a folder of classes the share dataset.test=0.2"
-        raise RefusedError("dataset.root", str(root), f"{why}; {use}")
+        raise InvalidSettingError("dataset.root", str(root), f"{why}; {use}")
     if dataset.validation == "val" or isinstance(dataset, ImagesConfig):
         replaced["dataset.validation"] = None
     return replaced

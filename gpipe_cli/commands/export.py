@@ -10,12 +10,12 @@ from omegaconf import DictConfig
 from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import compose
 from gpipe_cli.commands.evaluate import OF_THE_RUN, of_run
-from gpipe_cli.commands.folders import refuse_file
+from gpipe_cli.commands.folders import check_writable
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.groups import HuggingFaceConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, ExportSettings
 from gpipe_cli.config.typed import settings as settings_of
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_apart
 
@@ -34,10 +34,12 @@ def main(arguments: Sequence[str]) -> int:
     missing = [package for package in ONNX_PACKAGES if importlib.util.find_spec(package) is None]
     if config.format == "onnx" and missing:
         why = f"needs {', '.join(missing)}, which is not installed"
-        raise RefusedError("format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors")
+        raise InvalidSettingError(
+            "format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors"
+        )
     if config.format == "hf" and not isinstance(config.training.model, HuggingFaceConfig):
         why = f"is for runs of model=hf, and this one has model={choice_of(config.training.model)}"
-        raise RefusedError("format", "hf", f"{why}; use format={', '.join(SUFFIXES)}")
+        raise InvalidSettingError("format", "hf", f"{why}; use format={', '.join(SUFFIXES)}")
     file = file_of(config)
 
     fork_server.start(config.training)  # the server imports torch in parallel with this process
@@ -53,7 +55,7 @@ def exported(tree: DictConfig) -> ExportConfig:
     settings, training = of_run(ExportSettings, tree)
     if settings.averages and not training.ema_decay:
         why = "the run kept no average of its weights, as ema_decay=0; leave it out"
-        raise RefusedError("averages", True, why)
+        raise InvalidSettingError("averages", True, why)
     if settings.averages is False:
         training = replace(training, ema_decay=0.0)
     return ExportConfig(**asdict(settings), training=training)
@@ -65,7 +67,7 @@ def file_of(config: ExportConfig) -> Path:
     taken = "another file=..., or overwrite=true to replace one"
     if config.format == "hf":
         folder = Path(config.file or Path(config.run) / FOLDER)
-        refuse_file("file", folder, taken=taken, overwrite=config.overwrite, is_folder=True)
+        check_writable("file", folder, taken=taken, overwrite=config.overwrite, is_folder=True)
         return folder
     suffixes = SUFFIXES[config.format]
     file = Path(config.file or Path(config.run) / f"model{suffixes[0]}")
@@ -73,6 +75,6 @@ def file_of(config: ExportConfig) -> Path:
         kind = next((kind for kind, endings in SUFFIXES.items() if file.suffix in endings), None)
         other = "" if kind is None else f", or format={kind}"
         why = f"a file of format={config.format} ends with {' or '.join(suffixes)}"
-        raise RefusedError("file", file, f"{why}; use file={file.with_suffix(suffixes[0])}{other}")
-    refuse_file("file", file, taken=taken, overwrite=config.overwrite)
+        raise InvalidSettingError("file", file, f"{why}; use file={file.with_suffix(suffixes[0])}{other}")
+    check_writable("file", file, taken=taken, overwrite=config.overwrite)
     return file

@@ -11,7 +11,7 @@ from gpipe_cli.commands.run_report import NoReport
 from gpipe_cli.commands.training_run import fitting_checkpoint, for_evaluation, run_and_report
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
-from gpipe_cli.distributed.torchrun import refuse_torchrun
+from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.launch.job import Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.description import evaluation_of
@@ -31,7 +31,7 @@ _NOT_DECODED = DecodeConfig(1, 0, 0.0)
 def run_export(config: ExportConfig, file: Path) -> int:
     """Export and evaluate; returns the exit code: 0, 1 failed or the file gives another loss, 3 or 130 interrupted.
     Raises InputError for what the user can fix before anything was written."""
-    refuse_torchrun("gpipe export starts its own processes; call it without torchrun")
+    check_not_torchrun("gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
     training = for_evaluation(config.training)
     spec = make_pipeline_spec(training)

@@ -8,8 +8,8 @@ from itertools import count
 from pathlib import Path
 
 from gpipe_cli.config.settings import CONFIG, TrainConfig
-from gpipe_cli.distributed.torchrun import leads
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.distributed.torchrun_env import is_rank_zero
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.system.files import FolderInUseError, FolderLock, contents, remove_partial_files
@@ -29,15 +29,15 @@ def numbered(path: Path) -> Iterator[Path]:
     yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
 
 
-def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False, is_folder: bool = False) -> None:
-    """Raises RefusedError if `file`, which may be a folder, cannot be written; `taken`: what to give instead of a file
-    that already exists."""
+def check_writable(key: str, file: Path, *, taken: str, overwrite: bool = False, is_folder: bool = False) -> None:
+    """Raises InvalidSettingError if `file`, which may be a folder, cannot be written; `taken`: what to give instead of
+    a file that already exists."""
     if not file.parent.is_dir():
-        raise RefusedError(key, file, f"there is no folder {file.parent}; make it, or give another")
+        raise InvalidSettingError(key, file, f"there is no folder {file.parent}; make it, or give another")
     if file.is_symlink():
-        raise RefusedError(key, file, "is a link, and nothing is written through it; give what it leads to")
+        raise InvalidSettingError(key, file, "is a link, and nothing is written through it; give what it leads to")
     if file.exists() and not (overwrite and (file.is_dir() if is_folder else file.is_file())):
-        raise RefusedError(key, file, f"it is there already; give {taken}")
+        raise InvalidSettingError(key, file, f"it is there already; give {taken}")
 
 
 def make_new(path: Path) -> Path:
@@ -73,7 +73,7 @@ def run_folder(
     InputError if it cannot be created, another process is at work there, or it is not empty, and no run there goes on.
     """
     chosen = new_run(config, started, auto, what) if config.run_folder is None else Path(config.run_folder)
-    if not leads():
+    if not is_rank_zero():
         yield chosen
         return
     goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
@@ -81,7 +81,7 @@ def run_folder(
     patience = ENDING_SECONDS if again else 0.0
     with locked_folder(chosen, setting, new=config.run_folder is None, patience_seconds=patience) as folder:
         if not goes_on:
-            _refuse_content(folder, again=again)
+            _check_folder_free(folder, again=again)
         for name in ("checkpoints", "tokenizer"):
             if (folder / name).is_symlink():
                 use = "move what it leads to in its place, or let the whole folder be a link"
@@ -90,7 +90,7 @@ def run_folder(
         yield folder
 
 
-def _refuse_content(folder: Path, *, again: bool) -> None:
+def _check_folder_free(folder: Path, *, again: bool) -> None:
     """Raises InputError for a folder that is not empty; with `again` it may hold an earlier start of the run."""
     names = contents(folder)
     is_run = CONFIG in names or names <= _BEFORE_CONFIG

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, GO_ON, OF_INVOCATION, TrainConfig, key_of
 
-_LEAST_SAMPLES = 2  # of a micro-batch: batch norm cannot train on a single value per channel
+_MIN_SAMPLES = 2  # of a micro-batch: batch norm cannot train on a single value per channel
 _OF_K = ("partitions", "partition", "placement", "stages_per_process")  # settings and groups for the old K only
 # Settings without a meaning for a check, which runs a mini-batch in a folder of its own; it refuses some of them.
 _OF_RUN = ("epochs", *(key for key in OF_INVOCATION if key != "output"))
@@ -36,7 +36,7 @@ def _changed(config: TrainConfig, layers: int, train_samples: int) -> tuple[str,
     doubled = 2 * config.micro_batches
     if config.batch_size is not None and not config.schedule_is_file:
         last_samples = 0 if config.dataset.drop_last else train_samples % config.batch_size
-        if doubled * config.replicas * _LEAST_SAMPLES <= (last_samples or config.batch_size):
+        if doubled * config.replicas * _MIN_SAMPLES <= (last_samples or config.batch_size):
             return f"micro_batches={doubled}", ("micro_batches",)
     return "partitions=1", (*_OF_K, "schedule")
 

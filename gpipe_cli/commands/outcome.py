@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_cli.distributed.torchrun import leads, torchrun
+from gpipe_cli.distributed.torchrun_env import is_rank_zero, read_torchrun_env
 from gpipe_cli.errors import (
     BAD_INPUT,
     FAILED,
@@ -23,8 +23,8 @@ from gpipe_cli.errors import (
     STOPPED,
     UNREAD,
     InputError,
+    InvalidSettingError,
     NothingFitsError,
-    RefusedError,
     one_line,
     with_type,
 )
@@ -43,7 +43,7 @@ class Outcome:
 
     exit_code: int
     error: str = ""  # a single line
-    refusal: RefusedError | NothingFitsError | None = None  # the error, if it is of these types
+    refusal: InvalidSettingError | NothingFitsError | None = None  # the error, if it is of these types
 
 
 def outcome(work: Callable[[], int]) -> Outcome:
@@ -70,14 +70,14 @@ def outcome(work: Callable[[], int]) -> Outcome:
             raise
         too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a file name that the user gave
         exit_code = BAD_INPUT if isinstance(error, InputError) or too_long else FAILED
-        refusal = error if isinstance(error, RefusedError | NothingFitsError) else None
+        refusal = error if isinstance(error, InvalidSettingError | NothingFitsError) else None
         return Outcome(exit_code, one_line(error), refusal)
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
-    torchrun()  # raises InputError for variables that torchrun would never set
-    with phases() if leads() else contextlib.nullcontext(), interruptible():
+    read_torchrun_env()  # raises InputError for variables that torchrun would never set
+    with phases() if is_rank_zero() else contextlib.nullcontext(), interruptible():
         if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # --help only prints
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from gpipe_cli.commands.command_line import CommandLine, read, values_of
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose, own, training
-from gpipe_cli.commands.folders import refuse_file, run_folder
+from gpipe_cli.commands.folders import check_writable, run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.pipeline_settings import SCHEDULE_FILE
 from gpipe_cli.config.settings import PlanSettings, TrainConfig
-from gpipe_cli.distributed.torchrun import refuse_torchrun
-from gpipe_cli.errors import InputError, RefusedError, SettingError
+from gpipe_cli.distributed.torchrun_env import check_not_torchrun
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import TABLE, formatted
 from gpipe_cli.results.files import as_json
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     arguments, given = words_and_settings(arguments, "format")
     line = read("plan", arguments)
     form = given["format"]
-    line.refuse(
+    line.check_allowed(
         dict.fromkeys(("resume", "dry_run", "quiet"), "a plan runs nothing, and is what is shown; leave it out")
     )
-    refuse_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
+    check_not_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
     if line.options["multirun"] and not line.is_question:
         return _sweep(line, form)
     tree = compose(line, TRAINING_KEYS)
@@ -64,14 +64,14 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
     config, auto = training(tree, given)
     if settings.solve is not None and config.partition.balance is not None:
         why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
-        raise RefusedError("partition.balance", config.partition.balance, why)
+        raise InvalidSettingError("partition.balance", config.partition.balance, why)
     if settings.solve is not None and auto:
         raise InputError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
     if (file := settings.write_schedule) is not None:
         if not file.endswith(SCHEDULE_FILE):
             why = f"a schedule is read by its ending; use write_schedule={file}{SCHEDULE_FILE}"
-            raise RefusedError("write_schedule", file, why)
-        refuse_file("write_schedule", Path(file), taken="another, or remove it")
+            raise InvalidSettingError("write_schedule", file, why)
+        check_writable("write_schedule", Path(file), taken="another, or remove it")
     return _Request(config, auto, settings)
 
 
@@ -95,7 +95,7 @@ def _sweep(line: CommandLine, form: str) -> int:
         ("verbose", "a sweep is a table with a row for each plan; plan one of them without -m"),
     ):
         if (value := line.overrides.get(key)) is not None:
-            raise RefusedError(key, value, why)
+            raise InvalidSettingError(key, value, why)
     from gpipe_cli.reporting.tables.plan import SweptPlan, plans_of, show_plans
 
     plans: list[SweptPlan] = []
@@ -106,7 +106,7 @@ def _sweep(line: CommandLine, form: str) -> int:
         try:
             request = _requested(trees.tree(job), values_of(job))
             plans.append(SweptPlan(varied, None, _plan(request, form, shown=False)))
-        except SettingError:
+        except InvalidValueError:
             raise
         except InputError as error:
             plans.append(SweptPlan(varied, str(error), None))

@@ -9,14 +9,14 @@ from gpipe_cli.assembly.build import preprocessing_of
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.config.groups import SCALING, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
-from gpipe_cli.distributed.torchrun import Torchrun
-from gpipe_cli.errors import RefusedError, show
+from gpipe_cli.distributed.torchrun_env import Torchrun
+from gpipe_cli.errors import InvalidSettingError, show
 from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.layout import Layout, layout_of, own_threads
 from gpipe_cli.planner.machine_settings import with_memory_format, with_threads
-from gpipe_cli.planner.model_profile import ModelProfile, number_of_layers, profile_model, refuse_single_samples
+from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
 from gpipe_cli.planner.plan import Choice, Plan
 from gpipe_cli.schedule.named_schedules import ORDERS
@@ -60,14 +60,14 @@ def prepare(
     for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
     """
     config = with_memory_format(config)
-    refuse_unfit(config, auto, started)
+    check_feasible(config, auto, started)
     phase("tracing the layers, to know what each computes, keeps and sends")
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
     plan = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
     if plan.config.batch_size is not None:
-        refuse_single_samples(plan.config, plan.config.batch_size, profile)
+        check_single_samples(plan.config, plan.config.batch_size, profile)
     plan = with_threads(plan)
     config, spec = plan.config, placed(plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
@@ -80,12 +80,12 @@ def prepare(
     return Prepared(plan, spec, tuple(notes))
 
 
-def refuse_unfit(config: TrainConfig, auto: Collection[str] = (), started: Torchrun | None = None) -> None:
+def check_feasible(config: TrainConfig, auto: Collection[str] = (), started: Torchrun | None = None) -> None:
     """Raises InputError, before layers are traced and timed, for missing devices and for a number of stages that the
     devices or the layers do not allow; `auto` and `started`: as of `prepare`."""
     if config.graphs is True and not computes_on_gpu(config):
         why = "only a GPU replays graphs, and the layers compute on the CPU; use graphs=auto"
-        raise RefusedError("graphs", True, why)
+        raise InvalidSettingError("graphs", True, why)
     phase("building the model")
     layers, balance = number_of_layers(config), config.partition.balance
     if not {"partitions", "replicas"} & set(auto):

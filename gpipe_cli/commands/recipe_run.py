@@ -12,7 +12,7 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
 from gpipe_cli.commands.outcome import ended, fork_command, run_command
 from gpipe_cli.config.settings import key_of, owner
-from gpipe_cli.errors import BAD_INPUT, InputError, SettingError
+from gpipe_cli.errors import BAD_INPUT, InputError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_line
@@ -76,11 +76,11 @@ def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
         raise CommandFailedError(result.error)
 
 
-def refuse_unknown(recipe: Recipe, given: Sequence[str]) -> None:
-    """Raises SettingError for what is no setting, whatever data set and model the scale brings."""
+def check_known(recipe: Recipe, given: Sequence[str]) -> None:
+    """Raises InvalidValueError for what is no setting, whatever data set and model the scale brings."""
     try:
         _trees(recipe.name, recipe.folder).tree([setting for setting in given if owner(setting) is None])
-    except SettingError:
+    except InvalidValueError:
         raise
     except InputError:  # another scale may have the setting: its commands will report it
         pass

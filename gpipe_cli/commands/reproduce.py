@@ -19,10 +19,10 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import configurations, read
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import import_torch
-from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, refuse_unknown
+from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, check_known
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
-from gpipe_cli.distributed.torchrun import refuse_torchrun
+from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
 from gpipe_cli.reporting.reproduced.readme import README, with_results
@@ -89,12 +89,12 @@ def main(arguments: Sequence[str]) -> int:
         if argument.startswith("~"):
             raise InputError(f"{argument}: settings cannot be removed; write NAME setting=value, or use gpipe train")
     line = read("reproduce", [argument for argument in arguments if argument not in rest])
-    line.refuse(REFUSED)
+    line.check_allowed(REFUSED)
     for key in line.swept:
         raise InputError(f"{key}={line.overrides[key]}: all commands share one value; run the recipe once for each")
     defaults = {"scale": "auto", "output": "outputs", "run_folder": None}
     whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in defaults.items()})
-    refuse_torchrun("a recipe starts its own processes; call gpipe reproduce")
+    check_not_torchrun("a recipe starts its own processes; call gpipe reproduce")
     if not rest:
         if line.typed:
             raise InputError(f"{line.typed[0]}: of which recipe? gpipe reproduce lists them")
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     given = tuple(setting for setting in last_wins(line.typed) if key_of(setting) not in defaults)
     for recipe in chosen:
         recipe.check(given)
-    refuse_unknown(chosen[0], given)
+    check_known(chosen[0], given)
     if len(chosen) > 1:
         return _several(chosen, whole, given, rest)
     if whole.run_folder is not None:
@@ -163,7 +163,7 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
     else:
         place = Path(whole.run_folder), f"run_folder={whole.run_folder}"
     with locked_folder(*place, new=whole.run_folder is None) as folder:
-        _refuse_others(folder, asked_for)
+        _check_same_request(folder, asked_for)
         import_torch()
         machine = Machine(console, usable_gpus())
         write_result(folder, asked_for, ASKED)
@@ -224,7 +224,7 @@ def _is_done(folder: Path) -> bool:
     return (folder / f"{REPRODUCTION}.json").is_file()
 
 
-def _refuse_others(folder: Path, asked_for: dict[str, Any]) -> None:
+def _check_same_request(folder: Path, asked_for: dict[str, Any]) -> None:
     """Raises InputError for a folder that holds something else, or recipes with another scale or other settings."""
     if not contents(folder):
         return

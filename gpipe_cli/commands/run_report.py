@@ -23,7 +23,7 @@ from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.training import events
-from gpipe_cli.training.data_feed import mini_batches, refuse_short_last
+from gpipe_cli.training.data_feed import check_last_mini_batch, mini_batches
 from gpipe_cli.training.fine_tuning import frozen_facts
 
 Ending = Literal["completed", "failed", "interrupted"]
@@ -122,7 +122,7 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
             data = events.DataFacts(notes=(("not read", one_line(error)),))
         else:
             batches = mini_batches(config, catalogues.training, training=True)
-            refuse_short_last(config, batches)
+            check_last_mini_batch(config, batches)
             samples = catalogues.map(lambda catalogue: catalogue.samples)
             data, steps_per_epoch = events.DataFacts(*samples), batches.steps_per_epoch
     reporter = run_report(prepared, folder, start)

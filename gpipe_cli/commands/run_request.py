@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load, naming, target_of
-from gpipe_cli.reporting.sinks.sink import refuse_missing
+from gpipe_cli.reporting.sinks.sink import check_installed
 from gpipe_cli.results.run import run_result_or_none
 
 
@@ -20,7 +20,7 @@ class RunRequest:
     bench: BenchSettings | None = None
 
     def __post_init__(self) -> None:
-        refuse_missing(self.config.logger)
+        check_installed(self.config.logger)
 
     def into(self, folder: Path) -> "RunRequest":
         """This request with `folder` as its run folder."""

@@ -15,8 +15,8 @@ from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.groups import IMAGES, ImagesConfig, model_name
 from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on
-from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun, waiting_at_most
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, may_restart, read_torchrun_env
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import log, logging_to, show_line
 from gpipe_cli.reporting.run.summary import outcome_of
@@ -35,25 +35,25 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
     again = config.resume == GO_ON
     if config.init_from is not None and config.resume is None:
         find_run("init_from", config.init_from, config.output)
-    if may_restart() and leads() and (earlier := _earlier_folder(config)) is not None:
+    if may_restart() and is_rank_zero() and (earlier := _earlier_folder(config)) is not None:
         config = replace(config, run_folder=str(earlier))
         again = True
     if again:
         assert config.run_folder is not None
         config = going_on(config, Path(config.run_folder))
     what = "" if request.bench is None else "bench"
-    if leads() and not config.dry_run and not again:  # a complete run needs its data no more
-        refuse_missing_data(config)
+    if is_rank_zero() and not config.dry_run and not again:  # a complete run needs its data no more
+        check_data_present(config)
     named = _named(config, request.auto)
     printed = sys.stdout
     with (
         redirect_stdout(open(os.devnull, "w", encoding="utf-8")) if config.quiet else nullcontext(),
         run_folder(config, started, request.auto, what, again=again) as folder,
-        logging_to(folder if leads() else None),
-        waiting_at_most(config.timeout_seconds),
+        logging_to(folder if is_rank_zero() else None),
+        limit_waits(config.timeout_seconds),
     ):
         log(f"$ {start.command}")
-        if leads() and not sys.stdout.isatty():  # a terminal names it beside what is being done
+        if is_rank_zero() and not sys.stdout.isatty():  # a terminal names it beside what is being done
             show_line(Console(), named)
             name_long_phases()
         with preparing(named):
@@ -63,20 +63,21 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
             from gpipe_cli.commands.training_run import launch
 
             request = replace(request, config=config)
-            code = launch(request, folder, start, again=again, guided=guided and not torchrun())
-    if config.quiet and leads() and (result := run_result_or_none(folder)) is not None:
+            code = launch(request, folder, start, again=again, guided=guided and not read_torchrun_env())
+    if config.quiet and is_rank_zero() and (result := run_result_or_none(folder)) is not None:
         printed.write(f"{outcome_of(result)[0]}, in {folder}\n")
     return code
 
 
-def refuse_missing_data(config: TrainConfig) -> None:
-    """Raises RefusedError, before torch is imported, if nothing is at dataset.root and nothing is to be downloaded."""
+def check_data_present(config: TrainConfig) -> None:
+    """Raises InvalidSettingError, before torch is imported, if nothing is at dataset.root and nothing is to be
+    downloaded."""
     dataset = config.dataset
     if dataset.root is None or getattr(dataset, "download", False) or os.path.exists(dataset.root):
         return
     fetched = isinstance(dataset, ImagesConfig) and IMAGES[dataset.name].download
     use = f"give the file or folder with the data{', or dataset.download=true' if fetched else ''}"
-    raise RefusedError("dataset.root", dataset.root, f"there is nothing to be read; {use}")
+    raise InvalidSettingError("dataset.root", dataset.root, f"there is nothing to be read; {use}")
 
 
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
@@ -91,5 +92,5 @@ def _earlier_folder(config: TrainConfig) -> Path | None:
     import_apart("gpipe_cli.distributed.rendezvous")  # torch comes with it
     from gpipe_cli.distributed.rendezvous import earlier_folder
 
-    with waiting_at_most(config.timeout_seconds):
+    with limit_waits(config.timeout_seconds):
         return earlier_folder()

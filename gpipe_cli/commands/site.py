@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(f"FOLDER: give the folder of the site before anything else{word and f', and not {word}'}; "
                          "for example gpipe site public")  # fmt: skip
     line = replace(read("site", settings, "a site has one plan"), command="train")
-    line.refuse(
+    line.check_allowed(
         {
             **dict.fromkeys(("run_folder", "output"), "the site is written into FOLDER; leave it out"),
             **dict.fromkeys(("resume", "dry_run", "quiet"), "a site runs nothing; leave it out"),

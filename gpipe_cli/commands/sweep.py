@@ -35,8 +35,8 @@ from gpipe_cli.config.settings import (
     target_of,
 )
 from gpipe_cli.config.typed import quoted
-from gpipe_cli.distributed.torchrun import refuse_torchrun
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, RefusedError, SettingError
+from gpipe_cli.distributed.torchrun_env import check_not_torchrun
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, InvalidSettingError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override, resuming
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_rest
@@ -98,7 +98,7 @@ class Sweep:
             show_rest(self.planned, self.runs, resuming(self.line.command, self.path, self._targets))
 
     def _perform_all(self, line: CommandLine) -> None:
-        refuse_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
+        check_not_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
         trees = Trees(line, TRAINING_KEYS)
         whole = trees.whole(line.fixed)
         jobs = combinations(line, whole.hydra.sweeper.params)
@@ -111,7 +111,7 @@ class Sweep:
         self._targets = _targets(requests)
         refusals = [request for request in requests if isinstance(request, InputError)]
         for refusal in refusals if begins else ():
-            if isinstance(refusal, SettingError) or len(refusals) == len(requests):
+            if isinstance(refusal, InvalidValueError) or len(refusals) == len(requests):
                 raise refusal
         named = zip(differences(jobs, self.line.same), requests, strict=True)
         cells = [Cell(number, *name, request) for number, (name, request) in enumerate(named, 1)]
@@ -163,7 +163,7 @@ class Sweep:
 
     def _named(self, request: RunRequest | InputError, saved: Sequence[str]) -> RunRequest | InputError:
         """The request of a sweep that is resumed, with the function that was named again in place of its own; `saved`:
-        the functions of all runs. Raises RefusedError if it was not."""
+        the functions of all runs. Raises InvalidSettingError if it was not."""
         if isinstance(request, InputError):
             return request
         target, given = target_of(request.config), self._folder.targets
@@ -265,7 +265,7 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
     line = read(command, arguments)
     folder = _resumed_folder(line)
     if folder is None:
-        _refuse_without_effect(line)
+        _check_folders_have_effect(line)
         return Sweep(line, SweepFolder(command, arguments), requested, arguments)
     line = replace(read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"]), of_file=True)
     if not line.options["multirun"] or line.is_question:
@@ -279,14 +279,14 @@ def _targets(requests: Sequence[RunRequest | InputError]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(target for target in called if target is not None))
 
 
-def _refuse_without_effect(line: CommandLine) -> None:
-    """Raises RefusedError for a run's folder given to a sweep, and a sweep's folder given to a run."""
+def _check_folders_have_effect(line: CommandLine) -> None:
+    """Raises InvalidSettingError for a run's folder given to a sweep, and a sweep's folder given to a run."""
     what, given_by, other = "a run", "run_folder", "hydra.sweep.dir"
     if line.options["multirun"]:
         what, given_by, other = "a sweep, in which those of its runs lie,", other, given_by
     for key in (other, "hydra.run.dir"):
         if (value := line.overrides.get(key)) is not None:
-            raise RefusedError(key, value, f"the folder of {what} is given by {override(given_by, str(value))}")
+            raise InvalidSettingError(key, value, f"the folder of {what} is given by {override(given_by, str(value))}")
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:

@@ -23,16 +23,18 @@ from gpipe_cli.config.settings import (
     naming,
     read_config,
 )
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.reporting.tables.sweep import show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
     sweep = sweep_of("train", arguments, requested)
     line = sweep.line
-    line.refuse({})
+    line.check_allowed({})
     if line.overrides.get("resume") == GO_ON and line.options["multirun"]:
-        raise RefusedError("resume", GO_ON, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m")
+        raise InvalidSettingError(
+            "resume", GO_ON, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m"
+        )
     run = _to_go_on_with(line.overrides.get("resume"), line.overrides.get("run_folder"))
     if run is not None and "resume" not in line.swept:
         folder = find_run("resume", run, str(line.overrides.get("output") or "outputs"))
@@ -63,7 +65,9 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     begun = [key for key in ("init_from", "init_head") if key in given and tree.resume == GO_ON]
     for key in ("init_from", "init_head"):
         if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):
-            raise RefusedError(key, given[key], f"the run that is resumed has its weights already; leave {key} out")
+            raise InvalidSettingError(
+                key, given[key], f"the run that is resumed has its weights already; leave {key} out"
+            )
     auto = take_auto(tree)
     kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # values chosen at the run's first start are kept
     auto = tuple(key for key in auto if key not in AUTO_BATCH)

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
-from gpipe_cli.commands.prepare import prepare, refuse_unfit
+from gpipe_cli.commands.prepare import check_feasible, prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, instead_of, read_config
 from gpipe_cli.distributed.rendezvous import Decision, agree
-from gpipe_cli.distributed.torchrun import leads, torchrun, waiting_at_most
-from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, RefusedError, one_line
+from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, read_torchrun_env
+from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, InvalidSettingError, one_line
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Reason, Task
 from gpipe_cli.launch.supervisor import run_task
@@ -33,11 +33,11 @@ from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, lost_best, step_of
 from gpipe_cli.training.checkpoint.restore import (
     CheckpointMatch,
+    check_optimizer_state,
     check_restorable,
     check_same_data,
-    refuse_other_optimizer,
 )
-from gpipe_cli.training.data_feed import refuse_data
+from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.milestones import progress_if_complete, starting_point
@@ -53,12 +53,12 @@ def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guid
     already; `guided`: as in `run_start.perform`. Raises InputError for what the user can fix before anything has run.
     """
     config = request.config
-    if config.max_restarts and torchrun() is not None:
+    if config.max_restarts and read_torchrun_env() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
-        raise RefusedError("max_restarts", config.max_restarts, why)
+        raise InvalidSettingError("max_restarts", config.max_restarts, why)
     restarts = tuple[Restart, ...]()
     while True:
-        may_be_complete = (again or restarts) and leads() and not config.dry_run
+        may_be_complete = (again or restarts) and is_rank_zero() and not config.dry_run
         if may_be_complete and (progress := progress_if_complete(request.config, folder)) is not None:
             find_source(request.config)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
@@ -86,13 +86,13 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     and raises InputError, as `launch`."""
     folder = Path(settings.run)
     training = for_evaluation(config)
-    spec = make_pipeline_spec(training, started=torchrun())
+    spec = make_pipeline_spec(training, started=read_torchrun_env())
     source = partial(fitting_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
-    with waiting_at_most(training.timeout_seconds):
+    with limit_waits(training.timeout_seconds):
         decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
     task = partial(evaluate_checkpoint, training, settings.decode, decision.source, spec)
-    show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
+    show = EvaluationReport(training, decision.source, folder) if is_rank_zero() else NoReport()
     return run_and_report(task, spec, training.timeout_seconds, show, folder, decision.start)
 
 
@@ -118,27 +118,34 @@ def _train(
     config, auto = request.config, request.auto
     is_run = request.bench is None
     source = None
-    if leads():
-        refuse_unfit(config, auto, torchrun())
+    if is_rank_zero():
+        check_feasible(config, auto, read_torchrun_env())
         source = find_source(config)
         if not config.dry_run:
-            refuse_data(config, auto, source)
-    prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
+            check_data(config, auto, source)
+    prepared = prepare(
+        config, auto, lambda line: show_text(Console(), line) if is_rank_zero() else None, read_torchrun_env()
+    )
     training, spec = prepared.config, prepared.spec
     if training.dry_run:
-        if leads():
+        if is_rank_zero():
             show_dry_run(prepared, folder, start)
         return 0
-    if training.compile and leads() and not restarts:
+    if training.compile and is_rank_zero() and not restarts:
         show_text(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
     decision = agree(lambda: Decision(folder, config.resume, source))
     if decision.complete:
         return 0
-    if again and not leads() and config.run_folder is not None and (config.resume, decision.resume).count(None) == 1:
+    if (
+        again
+        and not is_rank_zero()
+        and config.run_folder is not None
+        and (config.resume, decision.resume).count(None) == 1
+    ):
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
-        raise RefusedError("run_folder", config.run_folder, why)
+        raise InvalidSettingError("run_folder", config.run_folder, why)
     task = partial(train, training, spec, decision, only_steps=not is_run)
-    show = run_report(prepared, folder, start, request.bench, restarts, guided=guided) if leads() else NoReport()
+    show = run_report(prepared, folder, start, request.bench, restarts, guided=guided) if is_rank_zero() else NoReport()
     goes_on = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
@@ -177,7 +184,7 @@ def find_source(config: TrainConfig) -> Path | None:
     in a single line, if it does not fit the run."""
     if config.resume is not None:
         saved = read_config(Path(config.resume), instead_of(config))
-        refuse_other_optimizer(config, saved)
+        check_optimizer_state(config, saved)
         checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told
         starting_point(config, checkpoint)  # refuses other mini-batches, before layers are timed

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.reporting.tables.table import FORMATS
 
 
@@ -20,10 +20,10 @@ def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str],
     if "" in words:  # Path("") is the working directory
         raise InputError("'': must not be empty; give a name, or leave it out")
     for key in (key for key, value in given.items() if not value):
-        raise RefusedError(key, "", f"must not be empty; give {key}=..., or leave it out")
+        raise InvalidSettingError(key, "", f"must not be empty; give {key}=..., or leave it out")
     for key, equals, value in (word.partition("=") for word in words if not os.path.exists(word)):
         if equals and (near := nearest(key, keys)):
-            raise RefusedError(key, value, f"there is no such setting{near}")
+            raise InvalidSettingError(key, value, f"there is no such setting{near}")
     if (form := given.setdefault("format", FORMATS[0])) not in FORMATS:
-        raise RefusedError("format", form, f"must be one of {', '.join(FORMATS)}; for example format=json")
+        raise InvalidSettingError("format", form, f"must be one of {', '.join(FORMATS)}; for example format=json")
     return words, given

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, Share, Within
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 
 # --- model
 
@@ -70,7 +70,7 @@ class CustomConfig:
     def __post_init__(self) -> None:
         if not _TARGET.fullmatch(self.target):
             why = "not of the form package.module:function; use e.g. my_models:build"
-            raise RefusedError(TARGET, self.target, why)
+            raise InvalidSettingError(TARGET, self.target, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class TransformerNMTConfig:
     def __post_init__(self) -> None:
         if self.share_vocabularies and self.shared_embedding:
             why = "shared_embedding=true has one matrix for both languages already; use model.shared_embedding=false"
-            raise RefusedError("model.share_vocabularies", True, why)
+            raise InvalidSettingError("model.share_vocabularies", True, why)
 
 
 ModelConfig = (
@@ -216,7 +216,7 @@ class AugmentationConfig:
         key = "dataset.augmentation.random_resized_crop"
         crop = self.random_resized_crop
         if crop is not None and crop[0] > crop[1]:
-            raise RefusedError(key, crop, f"must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
+            raise InvalidSettingError(key, crop, f"must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class ImagesConfig:
             if (pixels := getattr(self.augmentation, key, 0)) >= self.image_size:
                 use = f"use {self.image_size - 1} or less, or 0 to switch it off"
                 why = f"the images are only {self.image_size} pixels wide; {use}"
-                raise RefusedError(f"dataset.augmentation.{key}", pixels, why)
+                raise InvalidSettingError(f"dataset.augmentation.{key}", pixels, why)
 
     @property
     def model_classes(self) -> int:
@@ -355,13 +355,14 @@ DatasetConfig = ImagesConfig | TextConfig
 
 
 def _check_validation(config: DatasetConfig, *, folders: bool) -> None:
-    """Raises RefusedError for a validation set that a data set has not: only `folders` of the user may hold it."""
+    """Raises InvalidSettingError for a validation set that a data set has not: only `folders` of the user may hold
+    it."""
     if config.validation == "val" and not folders:
         why = f"dataset={config.name} has none; use a share of the training set, dataset.validation=0.1"
-        raise RefusedError("dataset.validation", config.validation, why)
+        raise InvalidSettingError("dataset.validation", config.validation, why)
     if config.validation == "val" and getattr(config, "test", None) is not None:
         why = "a folder of classes without train, test and val has none; use a share, dataset.validation=0.1"
-        raise RefusedError("dataset.validation", config.validation, why)
+        raise InvalidSettingError("dataset.validation", config.validation, why)
 
 
 def has_pairs(dataset: DatasetConfig) -> bool:
@@ -370,13 +371,18 @@ def has_pairs(dataset: DatasetConfig) -> bool:
 
 
 def _check_settings(config: DatasetConfig, needed: dict[str, bool], optional: dict[str, bool]) -> None:
-    """Raises RefusedError for a setting that the data set does not have, and for a missing setting that it needs."""
+    """Raises InvalidSettingError for a setting that the data set does not have, and for a missing setting that it
+    needs."""
     for key, is_allowed in (needed | optional).items():
         value = getattr(config, key)
         if is_allowed and value is None and key in needed:
-            raise RefusedError(f"dataset.{key}", None, f"dataset={config.name} needs a value; give dataset.{key}=...")
+            raise InvalidSettingError(
+                f"dataset.{key}", None, f"dataset={config.name} needs a value; give dataset.{key}=..."
+            )
         if not is_allowed and value not in (None, False):
-            raise RefusedError(f"dataset.{key}", value, f"dataset={config.name} has no such setting; leave it out")
+            raise InvalidSettingError(
+                f"dataset.{key}", value, f"dataset={config.name} has no such setting; leave it out"
+            )
 
 
 # --- learning_rate and optimizer
@@ -402,7 +408,7 @@ class SGDConfig:
 
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
-            raise RefusedError("optimizer.nesterov", True, "needs a momentum; use optimizer.momentum=0.9")
+            raise InvalidSettingError("optimizer.nesterov", True, "needs a momentum; use optimizer.momentum=0.9")
 
 
 @dataclass(frozen=True, slots=True)

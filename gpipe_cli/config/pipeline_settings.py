@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.typed import Within
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.schedule import named_schedules
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
 from gpipe_cli.schedule.placement import PLACEMENTS
@@ -86,19 +86,19 @@ class PipelineSettings:
         together, and for a schedule that compiled layers cannot follow."""
         if self.schedule not in SCHEDULES and not self.schedule_is_file:
             allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
-            raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
+            raise InvalidSettingError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
         if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
             why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
-            raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
+            raise InvalidSettingError("compile", True, f"{why}; use compile=false or schedule=1f1b")
         if (placement := self.placement) is None:
             return
         if placement not in PLACEMENTS and not self.placement_is_file:
             allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
-            raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
+            raise InvalidSettingError("placement", placement, f"{allowed}; for example placement=looped")
         if self.schedule_is_file:
             why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
-            raise RefusedError("placement", placement, why)
+            raise InvalidSettingError("placement", placement, why)
         placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
         if placed not in (None, placement):
             why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
-            raise RefusedError("placement", placement, why)
+            raise InvalidSettingError("placement", placement, why)

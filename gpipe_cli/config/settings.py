@@ -34,15 +34,15 @@ from gpipe_cli.config.pipeline_settings import (
     PipelineSettings,
 )
 from gpipe_cli.config.typed import Count, NotNegative, Share, Within, quoted, typed
-from gpipe_cli.errors import InputError, RefusedError, SettingError, one_line, show, with_type
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, one_line, show, with_type
 from gpipe_cli.system.files import folders_in, read_text
 from gpipe_cli.system.gpus import devices_here
 from gpipe_cli.units import plural
 
 T = TypeVar("T")
 
-_MOST_YAML_BYTES = 2**20  # a hundred times a run's own file; PyYAML takes seconds to parse this much
-_MOST_ALIASES = 20  # in a configuration file; each alias can double or triple the expanded text
+_MAX_YAML_BYTES = 2**20  # a hundred times a run's own file; PyYAML takes seconds to parse this much
+_MAX_ALIASES = 20  # in a configuration file; each alias can double or triple the expanded text
 _LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # also as 0x... or 1:30:00; a float has up to 309 digits
 CONFIG = "config.yaml"  # a folder that holds this file is a run folder
 GO_ON = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
@@ -65,7 +65,7 @@ MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto`: the value predicted to be fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
-MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
+MAX_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,11 @@ class PartitionConfig:
     def __post_init__(self) -> None:
         if self.balance is not None and self.method != "exact":
             why = "partition.balance says where to cut already; leave one of the two out"
-            raise RefusedError("partition.method", self.method, why)
+            raise InvalidSettingError("partition.method", self.method, why)
         if self.costs is not None and not any(self.costs):
-            raise RefusedError("partition.costs", self.costs, "at least one must be above 0; use null for our own")
+            raise InvalidSettingError(
+                "partition.costs", self.costs, "at least one must be above 0; use null for our own"
+            )
 
     def by_hand(self, balance: tuple[int, ...]) -> "PartitionConfig":
         return replace(self, balance=balance, method="exact")
@@ -149,7 +151,7 @@ class TrainConfig(PipelineSettings):
         self._check_compile()
         if self.resume == GO_ON and self.run_folder is None:
             why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
-            raise RefusedError("resume", self.resume, why)
+            raise InvalidSettingError("resume", self.resume, why)
 
     def _check_compile(self) -> None:
         """Raises InputError for layers that would be compiled again and again."""
@@ -157,10 +159,10 @@ class TrainConfig(PipelineSettings):
             return
         if groups.has_pairs(self.dataset):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
-            raise RefusedError("compile", True, f"{why}; use compile=false")
+            raise InvalidSettingError("compile", True, f"{why}; use compile=false")
         if isinstance(self.model, groups.AmoebaNetConfig) and self.model.drop_path:
             why = f"model.drop_path={self.model.drop_path:g} grows in every step, which would be compiled anew"
-            raise RefusedError("compile", True, f"{why}; use model.drop_path=0 or compile=false")
+            raise InvalidSettingError("compile", True, f"{why}; use model.drop_path=0 or compile=false")
 
     def _check_fine_tuning(self) -> None:
         """Raises InputError for a setting that means nothing without `init_from`."""
@@ -168,12 +170,12 @@ class TrainConfig(PipelineSettings):
             return
         if self.init_head != "auto":
             why = "no weights are taken, as init_from=null; give init_from=..."
-            raise RefusedError("init_head", self.init_head, why)
+            raise InvalidSettingError("init_head", self.init_head, why)
         model = self.model
         has_weights = getattr(model, "pretrained", False) or getattr(model, "weights", None) is not None
         if TAKEN in (self.freeze or ()) and not has_weights:
             why = "nothing is taken, as init_from=null; give init_from=..., or name layers"
-            raise RefusedError("freeze", self.freeze, why)
+            raise InvalidSettingError("freeze", self.freeze, why)
 
     @property
     def task(self) -> Task:
@@ -221,38 +223,38 @@ class TrainConfig(PipelineSettings):
                 why = f"translates, and {name} has no pairs; use model=transformer_lm, or dataset=cldr"
             case groups.CustomConfig(length=None), groups.TextConfig():
                 why = "text needs the most tokens of a sequence; give model.length=..."
-                raise RefusedError("model.length", None, why)
+                raise InvalidSettingError("model.length", None, why)
             case _:
                 return
-        raise RefusedError("model", self.model.name, why)
+        raise InvalidSettingError("model", self.model.name, why)
 
     def _check_mini_batch(self) -> None:
         """Raises InputError if the mini-batch size is missing, given twice, or incompatible with other settings."""
         tokens, samples = self.batch_tokens, self.batch_size
         m, r = self.micro_batches, self.replicas
         if tokens is not None and not self.text:
-            raise RefusedError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
+            raise InvalidSettingError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
         if (samples is None) == (tokens is None):
             why = "both are given; add batch_tokens=null or batch_size=null"
             why = why if samples else "neither is given, which says how large a mini-batch is; add batch_size=32"
             raise InputError(f"batch_size={show(samples)}, batch_tokens={show(tokens)}: {why}")
         if tokens is not None and self.dataset.drop_last:
             why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; leave it out"
-            raise RefusedError("dataset.drop_last", True, why)
+            raise InvalidSettingError("dataset.drop_last", True, why)
         if tokens is not None and self.learning_rate.name == "paper":
             why = f"is so much per sample, and batch_tokens={tokens} counts tokens; use learning_rate=inverse_sqrt"
-            raise RefusedError("learning_rate", "paper", why)
+            raise InvalidSettingError("learning_rate", "paper", why)
         if samples is not None and r * m > samples >= m:
             use = f"use replicas={samples // m} or fewer, micro_batches={max(1, samples // r)} or batch_size={r * m}"
             why = f"with micro_batches={m} of at least a sample each they need {r * m}, and batch_size={samples}"
-            raise RefusedError("replicas", r, f"{why}; {use}")
+            raise InvalidSettingError("replicas", r, f"{why}; {use}")
         if samples is not None and m > samples:
             use = f"use micro_batches={samples} or fewer, or batch_size={m} or more"
-            raise RefusedError("micro_batches", m, f"a mini-batch has only batch_size={samples} samples; {use}")
-        if (actions := 3 * self.partitions * m) > MOST_ACTIONS:
-            use = f"use micro_batches={MOST_ACTIONS // 3 // self.partitions} or fewer"
-            why = f"with partitions={self.partitions} a step has {actions} actions, more than {MOST_ACTIONS}; {use}"
-            raise RefusedError("micro_batches", m, why)
+            raise InvalidSettingError("micro_batches", m, f"a mini-batch has only batch_size={samples} samples; {use}")
+        if (actions := 3 * self.partitions * m) > MAX_ACTIONS:
+            use = f"use micro_batches={MAX_ACTIONS // 3 // self.partitions} or fewer"
+            why = f"with partitions={self.partitions} a step has {actions} actions, more than {MAX_ACTIONS}; {use}"
+            raise InvalidSettingError("micro_batches", m, why)
 
 
 def deciding(what: Decides) -> tuple[str, ...]:
@@ -381,15 +383,15 @@ def from_values(kind: type[T], values: dict[str, Any]) -> T:
         _count_classes(dataset)
     try:
         return typed(kind, values)
-    except SettingError as error:
+    except InvalidValueError as error:
         if error.key != "device":
             raise
-        raise SettingError(error.key, error.value, f"{error.why}; this machine has {devices_here()}") from None
+        raise InvalidValueError(error.key, error.value, f"{error.why}; this machine has {devices_here()}") from None
 
 
 def _count_classes(dataset: dict[str, Any]) -> None:
-    """Sets `num_classes`, if null, to the number of class folders. Raises RefusedError if they cannot be read or there
-    are fewer than two."""
+    """Sets `num_classes`, if null, to the number of class folders. Raises InvalidSettingError if they cannot be read or
+    there are fewer than two."""
     root = dataset.get("root")
     if dataset.get("num_classes", 0) is not None or not isinstance(root, str) or root == "???":
         return  # num_classes is given, or `typed` will refuse the root
@@ -403,10 +405,12 @@ def _count_classes(dataset: dict[str, Any]) -> None:
             "give the folder that holds train/ and test/, or dataset.test=0.2 for one that holds the classes, or "
             "dataset.num_classes=... where the images are not here"
         )
-        raise RefusedError("dataset.root", root, f"'{train}' cannot be read ({error.strerror}); {use}") from error
+        raise InvalidSettingError(
+            "dataset.root", root, f"'{train}' cannot be read ({error.strerror}); {use}"
+        ) from error
     if folders < 2:
         why = f"'{train}' has {plural(folders, 'class folder')}; put the images of each class into a folder there"
-        raise RefusedError("dataset.root", root, why)
+        raise InvalidSettingError("dataset.root", root, why)
     dataset["num_classes"] = folders
 
 
@@ -444,10 +448,10 @@ def load_yaml(file: Path) -> DictConfig:
     """The settings in a YAML file. Raises InputError if it cannot be read, has more than 1 MiB, holds no settings, or
     has more than 20 aliases: a few lines of them can expand to more than fits in memory."""
     try:
-        text = read_text(file, _MOST_YAML_BYTES)
+        text = read_text(file, _MAX_YAML_BYTES)
         yaml.compose(text)  # RecursionError at once for deep nesting, which `parse` takes minutes for
-        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MOST_ALIASES:
-            raise yaml.YAMLError(f"more than {_MOST_ALIASES} aliases, *name; write the values in their place")
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MAX_ALIASES:
+            raise yaml.YAMLError(f"more than {_MAX_ALIASES} aliases, *name; write the values in their place")
         if _LONG_NUMBER.search(text):
             raise yaml.YAMLError("a number of more than 300 digits")
         tree = OmegaConf.load(io.StringIO(text))
@@ -502,11 +506,11 @@ def read_config(path: Path, instead: Mapping[str, Any] | None = None) -> TrainCo
     """
     file = path / CONFIG if path.is_dir() else path
     values = plain_values(load_yaml(file))
-    refusals: dict[str, RefusedError] = {}
+    refusals: dict[str, InvalidSettingError] = {}
     while True:
         try:
             return from_values(TrainConfig, values)
-        except RefusedError as error:
+        except InvalidSettingError as error:
             if error.key in (instead or {}) and error.key not in refusals:
                 refusals[error.key] = error
                 set_value(values, error.key, resolved((instead or {})[error.key]))
@@ -545,19 +549,19 @@ def load(
         return allowed(config, target, path, add(saved))
     if target is not None:
         why = f"the run in {path} has model={groups.choice_of(config.model)}, which calls no function; leave it out"
-        raise RefusedError(groups.TARGET, target, why)
+        raise InvalidSettingError(groups.TARGET, target, why)
     return config
 
 
 def allowed(config: TrainConfig, target: str | None, named_in: Path, add: str) -> TrainConfig:
     """The configuration, which the files in `named_in` describe, if its code may be run: a file is data, and a function
     that it names is imported and called only if the caller names it, too: `target`, which takes its place. Raises
-    RefusedError, with what to `add`."""
+    InvalidSettingError, with what to `add`."""
     if not isinstance(config.model, groups.CustomConfig):
         return config
     if target is None:
         why = f"{named_in} names this function, and what a file names is run only if you name it, too"
-        raise RefusedError(groups.TARGET, config.model.target, f"{why}; if you trust it, add {add}")
+        raise InvalidSettingError(groups.TARGET, config.model.target, f"{why}; if you trust it, add {add}")
     return replace(config, model=replace(config.model, target=target))
 
 

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest, written_here
-from gpipe_cli.errors import InputError, RefusedError, SettingError, is_one_line, show
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, is_one_line, show
 
 T = TypeVar("T")
 
@@ -41,8 +41,9 @@ NotNegative = Annotated[float, Within(0, LARGEST)]
 
 def typed(kind: type[T], values: Any, place: str = "") -> T:
     """Converts nested dictionaries into the dataclass `kind` and those nested in it; `place`: the key of `values`.
-    Raises SettingError for an unknown key (naming the nearest known key), a value still to be given (`???`), a wrong
-    type or a value out of range; InputError for a key that is missing or another choice's, and for a contradiction."""
+    Raises InvalidValueError for an unknown key (naming the nearest known key), a value still to be given (`???`), a
+    wrong type or a value out of range; InputError for a key that is missing or another choice's, and for a
+    contradiction."""
     made: T = _convert(kind, values, place, settings(kind))
     return made
 
@@ -73,16 +74,16 @@ def choices(kind: type, key: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
+def unknown(key: str, value: object, choices: Sequence[str]) -> InvalidSettingError:
     """The error for a key that the given configuration does not have."""
     if key in choices and "." not in key:
         why = "the given configuration is not based on gpipe's own"
-        return SettingError(key, value, f"{why}; begin it with defaults: [train, _self_]")
+        return InvalidValueError(key, value, f"{why}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
-        return RefusedError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
+        return InvalidSettingError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
     ours = ELSEWHERE.get(key.rpartition(".")[2])
     elsewhere = f"; write {ours}={show(value)}" if ours else nearest(key, _taking(value, choices))
-    return SettingError(key, value, f"there is no such setting{elsewhere}; --cfg job lists all")
+    return InvalidValueError(key, value, f"there is no such setting{elsewhere}; --cfg job lists all")
 
 
 def _taking(value: object, keys: Sequence[str]) -> list[str]:
@@ -102,7 +103,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: in
     """`value` converted to `kind`. key: its setting; listed: it is an item of a list of so many, or of any number, 1;
     keys: suggestions for typos."""
     if value == "???":
-        raise SettingError(key, value, f"a value is required; give {key}=...")
+        raise InvalidValueError(key, value, f"a value is required; give {key}=...")
     if len(options := _groups(kind)) > 1:
         return _convert(_option(options, value), value, key, keys)
     if get_origin(kind) is Annotated:
@@ -116,7 +117,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: in
             return value
         if words and type(value) is str:
             known_words = ", ".join(map(show, get_args(words[0])))
-            raise SettingError(key, value, f"must be a number or {known_words}; for example {key}={known_words}")
+            raise InvalidValueError(key, value, f"must be a number or {known_words}; for example {key}={known_words}")
         return _convert(present, value, key, keys)
     if _is_group(kind):
         if isinstance(value, dict):
@@ -159,7 +160,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: in
             str: f"must be a text; put it in quotes: {key}='\"{show(value)}\"'",
         }
         allowed = wanted[kind]
-    raise SettingError(key, value, allowed)
+    raise InvalidValueError(key, value, allowed)
 
 
 def _may_be(kind: Any, value: Any) -> bool:
@@ -170,7 +171,7 @@ def _may_be(kind: Any, value: Any) -> bool:
 
 
 def _check_bounds(key: str, number: float, bounds: Within, listed: int = 0) -> None:
-    """Raises SettingError for a number outside of its bounds, perhaps of a list of so many."""
+    """Raises InvalidValueError for a number outside of its bounds, perhaps of a list of so many."""
     above = number > bounds.most or (bounds.below and number == bounds.most)
     if not above and number >= bounds.least:
         return
@@ -179,7 +180,7 @@ def _check_bounds(key: str, number: float, bounds: Within, listed: int = 0) -> N
     use = bounds.use if bounds.use is not None else bounds.most if above else bounds.least
     why = f", {bounds.why}" if bounds.why else ""
     example = f"[{','.join([f'{use:.10g}'] * listed)}]" if listed > 1 else f"{use:.10g}"
-    raise SettingError(key, number, f"must be {lower} and {upper}{why}; use {key}={example}")
+    raise InvalidValueError(key, number, f"must be {lower} and {upper}{why}; use {key}={example}")
 
 
 def bounds(group: Any, name: str) -> Within:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.data.micro_batches import Share, share_of
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
@@ -111,7 +111,7 @@ class MiniBatches:
             longest = int(self.catalogue.lengths.max())
             if self.batch_tokens < longest:
                 why = f"the longest sentence has {longest} tokens; use {longest} or more"
-                raise RefusedError("batch_tokens", self.batch_tokens, why)
+                raise InvalidSettingError("batch_tokens", self.batch_tokens, why)
         # Two epochs are kept: loading runs into the next epoch while the loss still needs the targets of this epoch.
         self._batches_of = lru_cache(maxsize=2)(self._cut_epoch)
         self.steps_per_epoch = len(self._batches_of(0))

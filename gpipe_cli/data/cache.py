@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gpipe_cli.errors import InputError, RefusedError, one_line
+from gpipe_cli.errors import InputError, InvalidSettingError, one_line
 from gpipe_cli.system.files import open_to_append, write_whole
 
 _DIGEST_BYTES = 16
@@ -63,7 +63,7 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
             return content
     except OSError as error:
         why = f"cannot be written ({one_line(error)}); set dataset.cache to a folder that can"
-        raise RefusedError("dataset.cache", folder, why) from error
+        raise InvalidSettingError("dataset.cache", folder, why) from error
 
 
 def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

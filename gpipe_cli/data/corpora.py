@@ -20,13 +20,13 @@ from torch import Tensor
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import cached, digest_of
 from gpipe_cli.data.splits import OWN_VALIDATION, Splits, split_names
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.system.files import read_text
 
 _SECTION_CHARACTERS = 2000
 _TEST_EVERY = 10  # every tenth section, or a file's last tenth, is test text
 _TEST_ONE_IN = 20  # about 1 pair in 20 is a test pair
-_MOST_BYTES = 2**32  # bytes of a file, which is held in memory several times
+_MAX_BYTES = 2**32  # bytes of a file, which is held in memory several times
 Documents = tuple[str, ...]
 
 
@@ -99,7 +99,9 @@ def _read_folder(root: Path, folder: Path) -> Documents:
     texts = tuple(text for text in map(read_utf8, paths) if text.strip())
     if not texts:
         why = f"'{folder}' has no text in {len(paths)} *.txt files"
-        raise RefusedError("dataset.root", root, f"{why}; set it to a text file, to a folder of them, or add text")
+        raise InvalidSettingError(
+            "dataset.root", root, f"{why}; set it to a text file, to a folder of them, or add text"
+        )
     return texts
 
 
@@ -107,7 +109,7 @@ def read_utf8(path: Path) -> str:
     """The text of a file, with line feeds as line ends. Raises InputError if it cannot be read, is larger than 4 GiB,
     or is not UTF-8."""
     try:
-        text = read_text(path, _MOST_BYTES).replace("\r\n", "\n")
+        text = read_text(path, _MAX_BYTES).replace("\r\n", "\n")
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
         if error.errno == errno.EILSEQ:
@@ -138,7 +140,7 @@ def _cut_last_tenth(text: str) -> tuple[str, str]:
 
 
 _KINDS = ("territories", "languages", "scripts", "currency_names")  # kinds of names in CLDR
-_LEAST_NAMES = 100  # of a language; temperature sampling would repeat three names thousands of times
+_MIN_NAMES = 100  # of a language; temperature sampling would repeat three names thousands of times
 _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
 _UNNAMED = "source-target"  # the languages of a pair whose line does not name them
 
@@ -205,7 +207,7 @@ def read_parallel_text(root: Path, validation: object = None) -> Splits[Pairs]:
         for split, part in Splits(*rows).each():
             if not part:
                 why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
-                raise RefusedError(
+                raise InvalidSettingError(
                     "dataset.root", root, f"{why}; add lines, or use a folder with train.tsv and test.tsv"
                 )
     languages = tuple(sorted({row[2] for part in rows for row in part}))
@@ -293,7 +295,7 @@ def _read_names() -> dict[str, Any]:
             for entry, name in names.items()
             if entry in english and usual_names.get(entry) != name
         ]
-        if len(translated_names) < _LEAST_NAMES:
+        if len(translated_names) < _MIN_NAMES:
             continue
         for name, meaning in translated_names:
             # split by a hash of the English name, so that an entry added by a later Babel moves no other

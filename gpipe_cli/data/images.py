@@ -39,7 +39,7 @@ from gpipe_cli.data.readers import (
 )
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.phase import phase
@@ -189,14 +189,18 @@ def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAI
     for split, samples in splits.each():
         if unshared := sorted({*names} ^ {*samples.class_names}):
             why = f"training and {split} images must have the same classes, but {len(unshared)} differ"
-            raise RefusedError("dataset.root", dataset.root, f"{why} ({first_few(unshared)}); complete or remove them")
+            raise InvalidSettingError(
+                "dataset.root", dataset.root, f"{why} ({first_few(unshared)}); complete or remove them"
+            )
     chosen = tuple(range(len(names))) if dataset.classes is None else dataset.classes
     if names and trained_on.classes:
         chosen = _in_order_of(trained_on, names, chosen, dataset)
     by_name = trained_on.required and trained_on.classes  # whatever other classes there are
     if names and not by_name and dataset.num_classes != len(names):
         why = f"{dataset.name} has {len(names)} classes ({first_few(names)})"
-        raise RefusedError("dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}")
+        raise InvalidSettingError(
+            "dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}"
+        )
     if dataset.classes is not None or chosen != tuple(range(len(names))):
         splits = Splits(*_choose(chosen, dataset, splits))
     if isinstance(dataset.validation, float):
@@ -210,7 +214,7 @@ def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
     """Reads the headers of all image files and masks, of more than _MOST_HEADERS those of as many that are evenly
     chosen. Files that were found to be images are remembered until one of them changes.
 
-    Raises RefusedError that names the files that are no images; what only decoding shows is not found.
+    Raises InvalidSettingError that names the files that are no images; what only decoding shows is not found.
     """
     files = list[tuple[str, bool]]()
     for _, samples in splits.each():
@@ -231,7 +235,9 @@ def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
     if broken:
         named = [*broken[:_MOST_NAMED], *[f"and {len(broken) - _MOST_NAMED:,} more"][: len(broken) > _MOST_NAMED]]
         why = f"{len(broken):,} of {plural(len(files), 'image file')} cannot be read: {', '.join(named)}"
-        raise RefusedError("dataset.root", dataset.root, f"{why}; replace or delete {'them' if broken[1:] else 'it'}")
+        raise InvalidSettingError(
+            "dataset.root", dataset.root, f"{why}; replace or delete {'them' if broken[1:] else 'it'}"
+        )
     if remembered is not None:
         with suppress(OSError):  # nowhere to remember it
             remembered.parent.mkdir(parents=True, exist_ok=True)
@@ -266,7 +272,7 @@ def _in_order_of(
     trained_on: TrainedOn, names: Sequence[str], chosen: tuple[int, ...], dataset: ImagesConfig
 ) -> tuple[int, ...]:
     """The numbers, in `names`, of the classes that the weights were trained on, in their order; `chosen` if the data
-    have others and need not have these. Raises RefusedError if they must."""
+    have others and need not have these. Raises InvalidSettingError if they must."""
     saved = [_key(name) for name in trained_on.classes or ()]
     numbers = {_key(name): number for number, name in enumerate(names)}
     same = {*saved} == {_key(names[number]) for number in chosen if 0 <= number < len(names)}
@@ -279,7 +285,7 @@ def _in_order_of(
     differences = "; ".join(f"{where}: {first_few(some, 5)}" for where, some in pairs if some)
     why = f"these are not the classes that the run was trained on ({differences})"
     use = "rename the folders of the classes, give the data of the run, or begin a training from it by init_from"
-    raise RefusedError("dataset.root", dataset.root, f"{why}; {use}")
+    raise InvalidSettingError("dataset.root", dataset.root, f"{why}; {use}")
 
 
 def same_classes(names: Sequence[str], others: Sequence[str]) -> bool:
@@ -293,7 +299,8 @@ def _key(name: str) -> str:
 
 
 def _check_targets(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
-    """Raises RefusedError for a split in which no target is valid. Masks are read up to the first with a class."""
+    """Raises InvalidSettingError for a split in which no target is valid. Masks are read up to the first with a
+    class."""
     for name, samples in splits.each():
         targets = samples.targets
         one_by_one = (targets[torch.tensor([index])] for index in range(len(targets)))
@@ -304,7 +311,7 @@ def _check_targets(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
             use = "give masks with classes"
             if isinstance(dataset.validation, float) and name != "test":
                 use += ", or another share dataset.validation"
-            raise RefusedError(key, value, f"{why}; {use}")
+            raise InvalidSettingError(key, value, f"{why}; {use}")
 
 
 def centre_share(dataset: ImagesConfig) -> float:
@@ -328,7 +335,7 @@ def _choose(classes: tuple[int, ...], dataset: ImagesConfig, splits: Splits[Samp
     count = len(names) or dataset.num_classes
     if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < count for number in classes):
         why = f"must be 2 or more different classes of {name}, from 0 to {count - 1}"
-        raise RefusedError("dataset.classes", classes, f"{why}; use dataset.classes=null for all")
+        raise InvalidSettingError("dataset.classes", classes, f"{why}; use dataset.classes=null for all")
     new_number = torch.full((count,), -1, dtype=torch.int64)
     new_number[list(classes)] = torch.arange(len(classes))
     for split, samples in splits.each():
@@ -337,6 +344,6 @@ def _choose(classes: tuple[int, ...], dataset: ImagesConfig, splits: Splits[Samp
         kept = (targets >= 0).nonzero().flatten()
         if len(kept) == 0:
             why = f"{name} has no {split} image of these classes; choose others or complete it"
-            raise RefusedError("dataset.classes", classes, why)
+            raise InvalidSettingError("dataset.classes", classes, why)
         chosen_names = tuple(names[number] for number in classes) if names else ()
         yield replace(samples, targets=targets, class_names=chosen_names).chosen(kept)

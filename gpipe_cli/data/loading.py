@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.data.splits import SplitName
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.system.forked_call import end_with_parent
 
 _WITHOUT_SHARED_MEMORY = "make it larger (docker run --shm-size=1g), or use data_workers=0"
@@ -94,7 +94,7 @@ class LoadedBatches:
             if error.errno in (errno.EAGAIN, errno.ENOMEM):  # no process can be forked
                 raise
             why = f"these processes need semaphores in /dev/shm ({error.strerror}); {_WITHOUT_SHARED_MEMORY}"
-            raise RefusedError("data_workers", workers, why) from error
+            raise InvalidSettingError("data_workers", workers, why) from error
         signal.signal(signal.SIGCHLD, earlier_handler)
         self._peeked: tuple[Tensor, ...] | None = None
         self._forms: tuple[Tensor, ...] = ()  # of no samples, else like the batch that was taken last

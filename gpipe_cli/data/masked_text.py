@@ -31,7 +31,7 @@ class MaskedText:
 
     @classmethod
     def of(cls, windows: TextSplit | SyntheticText, seed: int) -> "MaskedText":
-        """Raises RefusedError for a tokenizer without a mask token."""
+        """Raises InvalidSettingError for a tokenizer without a mask token."""
         if isinstance(windows, SyntheticText):
             return cls(windows, UNKNOWN, UNKNOWN, windows.vocabulary_size, seed)
         vocabulary = windows.vocabulary

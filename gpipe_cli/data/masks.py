@@ -19,7 +19,7 @@ from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.readers import Files, Samples, decoded, is_image
 from gpipe_cli.data.splits import Splits, split_names
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.errors import InputError, RefusedError, one_line
+from gpipe_cli.errors import InputError, InvalidSettingError, one_line
 
 NOTHING = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
 _LOOKED_AT = 16  # masks from all of a split, which are read before others
@@ -140,7 +140,7 @@ def read_masks(root: Path, dataset: ImagesConfig) -> Splits[Samples]:
     assert isinstance(splits.training.targets, MaskFiles)
     if _name_no_class(splits.training.targets.masks):
         why = f"all training masks have the values 0 and {NOTHING} only, and {NOTHING} is nothing to learn"
-        raise RefusedError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
+        raise InvalidSettingError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
     return splits
 
 
@@ -149,10 +149,10 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
     images, masks = _files_in(folder / "images", skipped), _files_in(folder / "masks", skipped)
     if missing := sorted(images.keys() - masks.keys()):
         why = f"'{folder / 'masks'}' has no mask for {len(missing)} of {len(images)} images ({missing[0]}, ...)"
-        raise RefusedError("dataset.root", dataset.root, f"{why}; add them, or remove the images")
+        raise InvalidSettingError("dataset.root", dataset.root, f"{why}; add them, or remove the images")
     names: Sequence[str] = sorted(images)
     if not names:
-        raise RefusedError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
+        raise InvalidSettingError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
     image_paths = tuple(images[name] for name in names)
     targets = MaskFiles(image_paths, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
     return Samples(Files(image_paths), targets, (), skipped)
@@ -176,8 +176,8 @@ def _name_no_class(masks: Sequence[str]) -> bool:
 
 
 def _files_in(folder: Path, skipped: Counter[str]) -> dict[str, str]:
-    """Name without suffix -> path of each image file in a folder; others are counted in `skipped`. Raises RefusedError
-    for two files of a name."""
+    """Name without suffix -> path of each image file in a folder; others are counted in `skipped`. Raises
+    InvalidSettingError for two files of a name."""
     paths: dict[str, str] = {}
     try:
         for path in sorted(folder.iterdir()):
@@ -185,10 +185,10 @@ def _files_in(folder: Path, skipped: Counter[str]) -> dict[str, str]:
                 continue
             if path.stem in paths:
                 why = f"'{paths[path.stem]}' and '{path}' have the same name; remove or rename one"
-                raise RefusedError("dataset.root", str(folder.parent.parent), why)
+                raise InvalidSettingError("dataset.root", str(folder.parent.parent), why)
             paths[path.stem] = str(path)
         return paths
     except OSError as error:
         expected = f"expected {folder.parent / 'images'}/*.jpg and {folder.parent / 'masks'}/*.png of the same names"
         why = f"'{folder}' cannot be read ({error.strerror}); {expected}"
-        raise RefusedError("dataset.root", str(folder.parent.parent), why) from error
+        raise InvalidSettingError("dataset.root", str(folder.parent.parent), why) from error

@@ -13,7 +13,7 @@ from typing import Any
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.readers import Samples, read_folders
 from gpipe_cli.data.splits import Splits, split_names
-from gpipe_cli.errors import RefusedError, with_type
+from gpipe_cli.errors import InvalidSettingError, with_type
 
 _DOWNLOAD = "set dataset.download=true"
 
@@ -106,7 +106,7 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
         remedy = "remove what is not part of it"
         if present < wanted:
             remedy = _complete(name, root) + (" or set dataset.partial=true" if present else "")
-        raise RefusedError("dataset.root", root, f"{name} has {wanted:,} {what}, found {present:,}; {remedy}")
+        raise InvalidSettingError("dataset.root", root, f"{name} has {wanted:,} {what}, found {present:,}; {remedy}")
     return Splits(train, test)
 
 
@@ -130,7 +130,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
         words = load_meta_file(str(root))[0] if meta.is_file() else {}
     except Exception as error:  # archives and pickles fail in many ways
         why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({with_type(error)}); {expected}"
-        raise RefusedError("dataset.root", root, why) from error
+        raise InvalidSettingError("dataset.root", root, why) from error
     # Not the folder 'test': the challenge's test images have no labels.
     train, test = (
         replace(
@@ -165,9 +165,9 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
         if download:
             why = f"could not download {name} to '{root}' or read what is there ({with_type(error)})"
             use = f"check the network, delete '{folder}' and its archive, and try again"
-            raise RefusedError("dataset.download", True, f"{why}; {use}") from error
+            raise InvalidSettingError("dataset.download", True, f"{why}; {use}") from error
         fault = f"is damaged or incomplete ({with_type(error)})" if folder.is_dir() else "is missing"
-        raise RefusedError("dataset.root", root, f"'{folder}' {fault}; {expected}") from error
+        raise InvalidSettingError("dataset.root", root, f"'{folder}' {fault}; {expected}") from error
     # Listing the folders is faster on a network disk than asking for each of 75,750 files.
     folders = {os.path.dirname(path) for path, _ in listed}
     existing_paths = {entry.path for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)}
@@ -176,7 +176,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
         missing = next(path for path, _ in listed if path not in existing_paths)
         why = f"{len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists are missing"
         use = f"{_complete(name, root)} or set dataset.partial=true"
-        raise RefusedError("dataset.root", root, f"{why}, e.g. '{missing}'; {use}")
+        raise InvalidSettingError("dataset.root", root, f"{why}, e.g. '{missing}'; {use}")
     return Samples.of_files(kept, classes)
 
 

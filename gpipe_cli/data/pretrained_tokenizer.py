@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpipe_cli.errors import RefusedError, one_line
+from gpipe_cli.errors import InvalidSettingError, one_line
 
 
 class PretrainedTokenizer:
@@ -21,12 +21,12 @@ class PretrainedTokenizer:
 
     def __init__(self, place: str) -> None:
         """A name is fetched into the hub's cache on this machine, whose locks let a single process fetch. Raises
-        RefusedError for a tokenizer that cannot be read or has no token to end a document with, and if transformers is
-        not installed."""
+        InvalidSettingError for a tokenizer that cannot be read or has no token to end a document with, and if
+        transformers is not installed."""
         self._place = place
         if importlib.util.find_spec("transformers") is None:
             why = "needs transformers, which is not installed; pip install 'gpipe-cli[transformers]', or leave it out"
-            raise RefusedError("dataset.tokenizer", place, why)
+            raise InvalidSettingError("dataset.tokenizer", place, why)
         # Threads of the tokenizer would be in the way of the loader processes, which are forked.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
@@ -35,19 +35,21 @@ class PretrainedTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # from the hub, JSON or Rust: damaged files raise anything
             use = "give a folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
-            raise RefusedError("dataset.tokenizer", place, f"cannot be read ({one_line(error)}); {use}") from error
+            raise InvalidSettingError(
+                "dataset.tokenizer", place, f"cannot be read ({one_line(error)}); {use}"
+            ) from error
         ends = [self._tokenizer.eos_token_id, self._tokenizer.sep_token_id]
         if ends == [None, None]:
             why = "has no token to end a document with; give it an eos_token in its tokenizer_config.json"
-            raise RefusedError("dataset.tokenizer", place, why)
+            raise InvalidSettingError("dataset.tokenizer", place, why)
         self.end: int = next(token for token in ends if token is not None)
 
     @property
     def mask(self) -> int:
-        """The id of the token that hides another. Raises RefusedError if there is none."""
+        """The id of the token that hides another. Raises InvalidSettingError if there is none."""
         if (token := self._tokenizer.mask_token_id) is None:
             why = "has no token that hides another, as a masked language model needs"
-            raise RefusedError(
+            raise InvalidSettingError(
                 "dataset.tokenizer", self._place, f"{why}; give it a mask_token in its tokenizer_config.json"
             )
         return int(token)

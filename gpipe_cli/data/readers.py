@@ -25,7 +25,7 @@ from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.splits import Splits, divide, split_names
-from gpipe_cli.errors import InputError, RefusedError, one_line, show
+from gpipe_cli.errors import InputError, InvalidSettingError, one_line, show
 from gpipe_cli.system.files import folders_in, open_regular
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Samples:
 
     def divided(self, setting: str, share: float, seed: int) -> tuple["Samples", "Samples"]:
         """What stays, and what `setting` takes out: the `share` of each class; of masks that of all samples. Raises
-        RefusedError."""
+        InvalidSettingError."""
         classes = (
             self.targets if isinstance(self.targets, Tensor) else torch.zeros(len(self.targets), dtype=torch.int64)
         )
@@ -241,8 +241,12 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits
     except (RuntimeError, OSError) as error:
         why = f"the files of '{root / reader.base_folder}' are missing or damaged ({one_line(error)})"
         if download:
-            raise RefusedError("dataset.download", True, f"{why}; check the network, or unpack {reader.url}") from error
-        raise RefusedError("dataset.root", root, f"{why}; set dataset.download=true, or unpack {reader.url}") from error
+            raise InvalidSettingError(
+                "dataset.download", True, f"{why}; check the network, or unpack {reader.url}"
+            ) from error
+        raise InvalidSettingError(
+            "dataset.root", root, f"{why}; set dataset.download=true, or unpack {reader.url}"
+        ) from error
     return Splits(
         *(
             Samples(
@@ -276,7 +280,7 @@ def read_image_folder(root: Path, dataset: ImagesConfig, seed: int) -> Splits[Sa
         return Splits(*read_folders(root, expected, *split_names(root, dataset.validation)))
     if (root / "train").is_dir():
         why = f"'{root}' has a folder train, beside which root/test or root/val is the test set"
-        raise RefusedError("dataset.test", dataset.test, f"{why}; use dataset.test=null")
+        raise InvalidSettingError("dataset.test", dataset.test, f"{why}; use dataset.test=null")
     (everything,) = read_folders(root, f"expected '{root}/<class>/*.jpg'", "")
     return Splits(*everything.divided("dataset.test", dataset.test, seed))
 
@@ -297,7 +301,7 @@ def read_folders(root: Path, expected: str, *names: str) -> list[Samples]:
         except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
             endings = f"files end in {' '.join(ENDINGS)}, or have no ending"
             why = f"'{folder}' cannot be read ({one_line(error).partition(' Supported')[0]}); {endings}; {expected}"
-            raise RefusedError("dataset.root", root, why) from error
+            raise InvalidSettingError("dataset.root", root, why) from error
         splits.append(Samples.of_files(listed, tuple(map(show, numbers)), skipped))
     return splits
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpipe_cli.config.settings import SplitName
 from gpipe_cli.data.batches import seed_of
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -41,7 +41,7 @@ def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tenso
     the `share` of each stratum, as nearly as whole samples allow, but never all of it.
 
     strata: int64 (n,), the stratum of each sample, such as its class. seed: of the run; another setting draws other
-    samples. Raises RefusedError if no sample is taken.
+    samples. Raises InvalidSettingError if no sample is taken.
     """
     shuffled = torch.randperm(len(strata), generator=torch.Generator().manual_seed(seed_of(setting, seed)))
     by_stratum = shuffled[strata[shuffled].argsort(stable=True)]
@@ -53,7 +53,7 @@ def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tenso
     taken[by_stratum] = rank < quotas.minimum((sizes - 1).clamp(min=0))[strata[by_stratum]]
     if not taken.any():
         why = f"that is less than one of {len(strata)} samples"
-        raise RefusedError(setting, share, f"{why}; use a larger share, or {setting}=null")
+        raise InvalidSettingError(setting, share, f"{why}; use a larger share, or {setting}=null")
     return (~taken).nonzero().flatten(), taken.nonzero().flatten()
 
 
@@ -64,7 +64,7 @@ def split_names(root: Path, validation: object = None, suffix: str = "") -> list
     """The names of the folders, or with `suffix` of the files, in `root` that hold the training, the test and, if
     `validation` asks for its folder, the validation set. Without `test`, `val` holds the test set.
 
-    Raises RefusedError if there is no validation set, or it would be the test set, too.
+    Raises InvalidSettingError if there is no validation set, or it would be the test set, too.
     """
     has = {name: (root / f"{name}{suffix}").exists() for name in ("test", OWN_VALIDATION)}
     if validation == OWN_VALIDATION:
@@ -72,6 +72,6 @@ def split_names(root: Path, validation: object = None, suffix: str = "") -> list
             if not has[name]:
                 why = f"'{root / name}{suffix}' is not there, and the test set cannot be the validation set"
                 use = "add it, or use a share of the training set, dataset.validation=0.1"
-                raise RefusedError("dataset.validation", validation, f"{why}; {use}")
+                raise InvalidSettingError("dataset.validation", validation, f"{why}; {use}")
         return ["train", "test", OWN_VALIDATION]
     return ["train", OWN_VALIDATION if has[OWN_VALIDATION] and not has["test"] else "test"]

@@ -19,7 +19,7 @@ from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.splits import Splits, divide
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import BEGIN, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 
 _SHARE = "dataset.validation"
 
@@ -83,7 +83,7 @@ def open_documents(
         vocabulary: Vocabulary | PretrainedTokenizer = PretrainedTokenizer(dataset.tokenizer)
         if vocabulary.size > dataset.vocabulary:
             why = f"dataset.tokenizer has {vocabulary.size} tokens; use dataset.vocabulary={vocabulary.size} or more"
-            raise RefusedError("dataset.vocabulary", dataset.vocabulary, why)
+            raise InvalidSettingError("dataset.vocabulary", dataset.vocabulary, why)
     else:
         # A line end is encoded as its byte and need not be learned.
         lines = [line for document in documents.training for line in document.split("\n") if line.strip()]
@@ -93,7 +93,7 @@ def open_documents(
         if len(split.tokens) <= length:
             why = f"the {name} text has only {len(split.tokens)} tokens, and a window needs one more than its length"
             use = f"use model.length={len(split.tokens) - 1} or less, or a longer text"
-            raise RefusedError("model.length", length, f"{why}; {use}")
+            raise InvalidSettingError("model.length", length, f"{why}; {use}")
     return splits
 
 
@@ -201,7 +201,7 @@ def _synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) -> Spli
 
 
 def _divided_windows(splits: Splits[TextSplit], share: float, seed: int) -> Splits[TextSplit]:
-    """The `share` of the training windows becomes the validation set. Raises RefusedError if that is none."""
+    """The `share` of the training windows becomes the validation set. Raises InvalidSettingError if that is none."""
     training = splits.training
     staying, taken = divide(torch.zeros(training.catalogue.samples, dtype=torch.int64), _SHARE, share, seed)
     return Splits(replace(training, windows=staying), splits.test, replace(training, windows=taken))
@@ -209,7 +209,7 @@ def _divided_windows(splits: Splits[TextSplit], share: float, seed: int) -> Spli
 
 def _divided_pairs(pairs: Splits[Pairs], share: float, seed: int) -> Splits[Pairs]:
     """The pairs of the `share` of the targets become the validation set, so that no target is in both sets. Raises
-    RefusedError if that is none."""
+    InvalidSettingError if that is none."""
     training = pairs.training
     numbers: dict[str, int] = {}
     of_pair = torch.tensor([numbers.setdefault(target, len(numbers)) for target in training.references])

@@ -20,7 +20,7 @@ from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.corpora import Pairs, target_language
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make_vocabulary
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def open_pairs(
     for name, split in shortened.each():
         if len(split.pairs) == 0:
             why = f"every {name} pair is longer; use a larger model.length, or shorter sentences"
-            raise RefusedError("model.length", length, why)
+            raise InvalidSettingError("model.length", length, why)
     return shortened
 
 
@@ -147,7 +147,7 @@ def _check_lengths(splits: list[PairSplit], length: int) -> None:
         too_long = sum(int((split.longer > length).sum()) for split in splits)
         why = f"{split.pairs.where(int(split.longer.argmax()))} has {longest} tokens, and {too_long} pairs are too long"
         use = f"use model.length={longest} or more, or dataset.drop_long=true"
-        raise RefusedError("model.length", length, f"{why}; {use}")
+        raise InvalidSettingError("model.length", length, f"{why}; {use}")
 
 
 def _without_long(split: PairSplit, length: int) -> PairSplit:

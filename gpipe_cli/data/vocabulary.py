@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.data.cache import cached, digest_of
-from gpipe_cli.errors import InputError, RefusedError, one_line
+from gpipe_cli.errors import InputError, InvalidSettingError, one_line
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
 """In targets: nothing to predict here. The number is the default of torch's cross-entropy."""
 
 _SPECIAL = 4 + 256 + 1  # ids that are no characters, and SentencePiece's mark of a space
-_MOST_LINES = 1_000_000  # lines to learn from, evenly spaced; more teach the pieces nothing new
-_LEAST_COVERAGE = 0.98  # SentencePiece takes no less
-_MOST_CHARACTERS = 1000  # of a line; SentencePiece silently skips lines of more than 4192 bytes
+_MAX_LINES = 1_000_000  # lines to learn from, evenly spaced; more teach the pieces nothing new
+_MIN_COVERAGE = 0.98  # SentencePiece takes no less
+_MAX_CHARACTERS = 1000  # of a line; SentencePiece silently skips lines of more than 4192 bytes
 
 
 class Vocabulary:
@@ -94,7 +94,7 @@ def make_vocabulary(
             raise InputError("vocabulary.model: that of the earlier run is damaged; put it back, or train anew")
         if stored_size > size:
             why = f"the vocabulary of that run has {stored_size} ids; use dataset.vocabulary={stored_size}"
-            raise RefusedError("dataset.vocabulary", size, why)
+            raise InvalidSettingError("dataset.vocabulary", size, why)
         if missing_symbols := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
             languages = ", ".join(symbol[2:-1] for symbol in missing_symbols[:4])
             why = f"the pairs translate into languages that the vocabulary of that run does not know ({languages})"
@@ -102,10 +102,8 @@ def make_vocabulary(
         return vocabulary
     import sentencepiece
 
-    lines = [
-        text[start : start + _MOST_CHARACTERS] for text in texts for start in range(0, len(text), _MOST_CHARACTERS)
-    ]
-    lines = lines[:: -(-len(lines) // _MOST_LINES) or 1]
+    lines = [text[start : start + _MAX_CHARACTERS] for text in texts for start in range(0, len(text), _MAX_CHARACTERS)]
+    lines = lines[:: -(-len(lines) // _MAX_LINES) or 1]
     options: dict[str, Any] = {
         "vocab_size": size,
         "hard_vocab_limit": False,  # a short text may yield fewer pieces
@@ -129,13 +127,13 @@ def make_vocabulary(
 
 def _train(lines: list[str], options: dict[str, Any]) -> bytes:
     """SentencePiece's model file, in which more of the rare characters are spelled in bytes if the size has no room for
-    them. Raises RefusedError where SentencePiece refuses the size."""
+    them. Raises InvalidSettingError where SentencePiece refuses the size."""
     from sentencepiece import SentencePieceTrainer
 
     characters = Counter(chain.from_iterable(lines))
     room = max(0, options["vocab_size"] - _SPECIAL - len(options["control_symbols"]))
     share = sum(count for _, count in characters.most_common(room)) / max(1, characters.total())
-    coverage = min(max(share, _LEAST_COVERAGE), options["character_coverage"])
+    coverage = min(max(share, _MIN_COVERAGE), options["character_coverage"])
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -152,5 +150,5 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
         if least is not None:
             why = "has no room for the characters of this text and the 256 bytes that spell rarer ones; "
             why += f"use dataset.vocabulary={least[1]} or more"
-        raise RefusedError("dataset.vocabulary", options["vocab_size"], why) from error
+        raise InvalidSettingError("dataset.vocabulary", options["vocab_size"], why) from error
     return model.getvalue()

@@ -82,7 +82,7 @@ class ControlGroup:
         self.clock_offset_seconds = self._clock_offset()
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is process 0, which reports and completes checkpoints."""
         return self.rank == 0
 

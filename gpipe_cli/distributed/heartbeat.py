@@ -10,11 +10,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gpipe_cli.distributed.torchrun import Torchrun, store_address
+from gpipe_cli.distributed.torchrun_env import Torchrun, store_address
 
-_MOST_SECONDS = 5.0  # the longest interval between two beats
+_MAX_INTERVAL_SECONDS = 5.0  # the longest interval between two beats
 _SLICE_SECONDS = 0.5  # the longest sleep within a wait
-_MOST_ASLEEP = 2.0  # longer gaps between two calls of `lost` count as this: after Ctrl-Z and fg no process is lost
+_MAX_GAP_SECONDS = 2.0  # longer gaps between two calls of `lost` count as this: after Ctrl-Z and fg no process is lost
 _ENDED, _FAILED = "ended", "failed"
 _NOTHING = b""  # the counter of a process before its first beat
 
@@ -26,7 +26,7 @@ class Heartbeat:
     def __init__(self, started: Torchrun, start: str, limit_seconds: float) -> None:
         self._keys = [f"{start}/heartbeat/{process}" for process in range(started.processes)]
         self._rank, self._limit = started.rank, limit_seconds
-        self._interval = min(_MOST_SECONDS, limit_seconds / 4)
+        self._interval = min(_MAX_INTERVAL_SECONDS, limit_seconds / 4)
         self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without a beat while this process ran
         self._failed: int | None = None
         self._error: Exception | None = None  # that has ended the thread
@@ -46,7 +46,7 @@ class Heartbeat:
         asked, answered = time.monotonic(), self._answered
         if answered > self._asked:
             self._unanswered = 0.0
-        self._unanswered += min(asked - max(self._asked, answered), _MOST_ASLEEP)
+        self._unanswered += min(asked - max(self._asked, answered), _MAX_GAP_SECONDS)
         self._asked = asked
         if self._failed is not None:
             return self._failed, None
@@ -60,12 +60,12 @@ class Heartbeat:
         beats. Returns the seconds after which nothing more will be found."""
         self._hurried = True
         self._limit = min(self._limit, 2.2 * self._interval)
-        return self._limit + _MOST_ASLEEP
+        return self._limit + _MAX_GAP_SECONDS
 
     def stop(self, *, failed: bool) -> None:
         self._last = _FAILED if failed else _ENDED
         self._ending.set()
-        self._thread.join(_MOST_ASLEEP)  # a thread in a call of the store when Python ends aborts the process
+        self._thread.join(_MAX_GAP_SECONDS)  # a thread in a call of the store when Python ends aborts the process
 
     def _run(self) -> None:
         seen = [_NOTHING] * len(self._keys)

@@ -20,7 +20,15 @@ from threading import Thread
 
 import torch.distributed as dist
 
-from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, store_address, torchrun, variables, wait_limit
+from gpipe_cli.distributed.torchrun_env import (
+    Torchrun,
+    is_rank_zero,
+    may_restart,
+    read_torchrun_env,
+    store_address,
+    variables,
+    wait_limit,
+)
 from gpipe_cli.system.phase import end_phase
 
 _FOLDER = "gpipe/run_folder"
@@ -53,8 +61,8 @@ def agree(decide: Callable[[], Decision]) -> Decision:
     """What process 0 decides, with absolute paths; the other processes wait for it. After a restart by torchrun,
     `earlier_folder` finds its run folder. Raises ConnectionError or TimeoutError, in a single line, if a process
     does not come."""
-    started = torchrun()
-    if not leads():
+    started = read_torchrun_env()
+    if not is_rank_zero():
         assert started is not None
         return _receive(started)
     decision = decide()
@@ -67,7 +75,7 @@ def decided_by_first(key: str, decide: Callable[[], str]) -> str:
     """The text that process 0 decides under `key`, also if torchrun starts the processes again; the others wait for it.
     Raises what `agree` raises."""
     key = f"gpipe/{key}"
-    if not leads():
+    if not is_rank_zero():
         shared = store()
         _wait(partial(shared.check, [key]), "process 0")
     elif not (shared := store(hosts=not may_restart())).check([key]):

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpipe_cli.errors import RefusedError
+    from gpipe_cli.errors import InvalidSettingError
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.training.engine import WorkerProcess
 
@@ -49,4 +49,4 @@ class Failure:
     seconds: float  # time.time() of the failure
     reason: Reason = Reason.OTHER
     traceback: str = ""  # "" if `text` says enough
-    refused: "RefusedError | None" = None  # names the setting that would mend it; None: no such setting is known
+    refused: "InvalidSettingError | None" = None  # names the setting that would mend it; None: no such setting is known

@@ -30,7 +30,7 @@ _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process th
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # how long the server has to report that workers have ended
 _BATCH_SECONDS = 0.05  # after a step was reported, messages gather for so long: a pipe has room for those of 40 steps
-_MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
+_MAX_GAP_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
 
 def run_task(
@@ -271,7 +271,7 @@ class SilenceTimer:
         set fetched), and none while they compile.
         """
         looked = time.monotonic()
-        passed = min(looked - self._looked, _MOST_SECONDS)
+        passed = min(looked - self._looked, _MAX_GAP_SECONDS)
         self._looked = looked
         silent: dict[int, float] = {}
         for process, doing in processes.items():

@@ -18,7 +18,7 @@ from gpipe_cli.data.cache import cache_folder
 from gpipe_cli.data.loading import LoaderDiedError, UnreadableError
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Awaited, ControlGroup, Stop
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
@@ -122,7 +122,7 @@ def _failure(process: int, error: Exception) -> Failure:
         text += "; a GPU reports late: with CUDA_LAUNCH_BLOCKING=1 it is the layer that is named"
         if "device-side assert" not in text:  # a device-side assert comes from the model's own code
             reason = Reason.LOST
-    refused = error if isinstance(error, RefusedError) else None
+    refused = error if isinstance(error, InvalidSettingError) else None
     return Failure(process, text, time.time(), reason, trace, refused)
 
 

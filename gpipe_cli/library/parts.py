@@ -16,8 +16,8 @@ from gpipe_cli.config.typed import Count
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
 from gpipe_cli.distributed.rendezvous import Decision, agree
-from gpipe_cli.distributed.torchrun import Torchrun, waiting_at_most
-from gpipe_cli.errors import InputError, RefusedError, with_type
+from gpipe_cli.distributed.torchrun_env import Torchrun, limit_waits
+from gpipe_cli.errors import InputError, InvalidSettingError, with_type
 from gpipe_cli.models.custom import fault_of
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
 from gpipe_cli.planner.cut import balanced
@@ -55,21 +55,25 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
     """
     if arguments.replicas > 1 and started is None:
         why = "each replica is in processes of its own; start them with torchrun"
-        raise RefusedError("replicas", arguments.replicas, why)
+        raise InvalidSettingError("replicas", arguments.replicas, why)
     gpus = number_of_devices()
     threads = torch.get_num_threads()
     if arguments.devices is None:
         return place_stages(arguments, gpus, threads, started)
     if not arguments.devices:
-        raise RefusedError("devices", [], "there is none; give at least one, such as devices=['cpu'], or leave it out")
+        raise InvalidSettingError(
+            "devices", [], "there is none; give at least one, such as devices=['cpu'], or leave it out"
+        )
     devices = [_known_device(name, gpus) for name in arguments.devices]
     if "cpu" in devices and {*devices} != {"cpu"}:
-        raise RefusedError("devices", devices, "has the CPU beside GPUs; give one kind")
+        raise InvalidSettingError("devices", devices, "has the CPU beside GPUs; give one kind")
     if started is not None and len(devices) != 1:
-        raise RefusedError("devices", devices, "under torchrun a process has one device; give this process's own")
+        raise InvalidSettingError(
+            "devices", devices, "under torchrun a process has one device; give this process's own"
+        )
     if len(devices) > arguments.partitions:
         why = f"there are {len(devices)} devices, and each needs a stage"
-        raise RefusedError("partitions", arguments.partitions, f"{why}; use partitions={len(devices)} or more")
+        raise InvalidSettingError("partitions", arguments.partitions, f"{why}; use partitions={len(devices)} or more")
     if devices[0] == "cpu":
         return place_stages(arguments, 0, threads, started)
     layout = place_stages(arguments, len(devices) if started is None else started.here, threads, started)
@@ -81,7 +85,9 @@ def _known_device(name: str, gpus: int) -> str:
     device_names = ["cpu", *(f"{TYPE}:{number}" for number in range(gpus))]
     name = {TYPE: f"{TYPE}:0", "cpu:0": "cpu"}.get(name, name)
     if name not in device_names:
-        raise RefusedError("devices", [name], f"there is no such device here; there are {', '.join(device_names)}")
+        raise InvalidSettingError(
+            "devices", [name], f"there is no such device here; there are {', '.join(device_names)}"
+        )
     return name
 
 
@@ -89,7 +95,7 @@ def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes that torchrun has started. A process group that the program has already made is used."""
     process = 0 if layout.started is None else layout.started.rank
     connected = layout.started is None or is_connected()
-    with waiting_at_most(_TIMEOUT_SECONDS):
+    with limit_waits(_TIMEOUT_SECONDS):
         start = "" if connected else agree(lambda: Decision(Path.cwd(), None, None)).start
     devices = [*map(torch.device, layout.devices_of(process))]
     if layout.started is not None:
@@ -117,26 +123,26 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
     if not isinstance(layers, nn.Module):
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
         if strange := [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]:
-            raise RefusedError("layers", strange[0], "is no module; give an nn.Sequential, or a list of modules")
+            raise InvalidSettingError("layers", strange[0], "is no module; give an nn.Sequential, or a list of modules")
         layers = nn.Sequential(*layers)
     if fault := fault_of(layers):
-        raise RefusedError("layers", type(layers).__name__, fault)
+        raise InvalidSettingError("layers", type(layers).__name__, fault)
     assert isinstance(layers, nn.Sequential)
     for name, tensor in (*layers.named_parameters(), *layers.named_buffers()):
         if tensor.is_meta:
-            raise RefusedError("layers", name, "has no values; build the layers on the CPU")
+            raise InvalidSettingError("layers", name, "has no values; build the layers on the CPU")
     return layers
 
 
 def copied(layers: nn.Sequential, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
-    """Copies of the modules, in which `convert(tensor)` replaces each parameter or buffer `tensor`. Raises RefusedError
-    for modules that cannot be copied."""
+    """Copies of the modules, in which `convert(tensor)` replaces each parameter or buffer `tensor`. Raises
+    InvalidSettingError for modules that cannot be copied."""
     replacements = {id(tensor): convert(tensor) for tensor in (*layers.parameters(), *layers.buffers())}
     try:
         return copy.deepcopy(layers, replacements)
     except (RuntimeError, TypeError) as error:  # for a tensor with a graph, or an object that cannot be pickled
         why = f"cannot be copied ({with_type(error)}); keep such objects out of the layers"
-        raise RefusedError("layers", type(layers).__name__, why) from error
+        raise InvalidSettingError("layers", type(layers).__name__, why) from error
 
 
 def check_not_inference(call: str) -> None:

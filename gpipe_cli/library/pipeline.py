@@ -20,8 +20,8 @@ from gpipe_cli.assembly.optimizer import clip, norms_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import global_norm
-from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.distributed.torchrun_env import read_torchrun_env
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.library.parts import (
     Arguments,
     as_sequential,
@@ -150,7 +150,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         TimeoutError if other processes do not come.
         """
         check_not_inference("Pipeline")
-        started = torchrun()
+        started = read_torchrun_env()
         devices = [devices] if isinstance(devices, str) else devices
         given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
                  "balance": None if balance is None else list(balance), "seed": seed, "graphs": graphs,
@@ -163,7 +163,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._layout = layout.seen_by(0 if started is None else started.rank)
         if self._layout.started is not None and example is None and balance is None:
             why = "under torchrun each process must know its layers before the first step"
-            raise RefusedError("example", None, f"{why}; give the inputs of a mini-batch, or balance")
+            raise InvalidSettingError("example", None, f"{why}; give the inputs of a mini-batch, or balance")
         self.training = True
         self._closed = False
         self.steps = 0
@@ -220,7 +220,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._require(training=True)
         check_not_inference("step")
         if reduction not in ("mean", "sum"):
-            raise RefusedError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
+            raise InvalidSettingError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
         if inputs is not None and any(tensor.requires_grad for tensor in _checked("inputs", inputs)):
             raise InputError("inputs: require a gradient, which a pipeline does not compute; give inputs.detach()")
         devices = map(torch.device, self._layout.devices_of(self._control.rank))
@@ -229,7 +229,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             part.compute_in(self._computed_in)
             sizes = mini_batch.sizes
             if sizes[-1] == 1:
-                self._refuse_single_samples(sum(sizes))
+                self._check_single_samples(sum(sizes))
             if self._arguments.compile:
                 self._compile(part, mini_batch)
             objective = None
@@ -237,7 +237,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
                 of_samples = _placed("targets", targets, self._layout.devices[-1])
                 if len(of_samples[0]) != sum(sizes):
                     why = f"there are {plural(sum(sizes), 'sample')} in inputs; give a target for each"
-                    raise RefusedError("targets", tuple(of_samples[0].shape), why)
+                    raise InvalidSettingError("targets", tuple(of_samples[0].shape), why)
                 pieces = [
                     as_value(piece, not isinstance(targets, torch.Tensor)) for piece in split_all(of_samples, sizes)
                 ]
@@ -282,7 +282,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         kept = list(in_evaluation)
         for name in kept:
             if name not in names:
-                raise RefusedError("in_evaluation", name, "is no module; give names from named_modules() of the layers")
+                raise InvalidSettingError(
+                    "in_evaluation", name, "is no module; give names from named_modules() of the layers"
+                )
         below = tuple(f"{name}." for name in kept)
         self._keep_in_evaluation(name for name in names if name in kept or name.startswith(below))
         self._takes_single_samples = False
@@ -475,7 +477,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
                 stage.set_training(self.training)
             if self._part.replicas is not None:
                 parameters = dict(self._module.named_parameters())
-                _refuse_different(self._part.replicas, parameters, "build all replicas from the same seed")
+                _check_same_in_replicas(self._part.replicas, parameters, "build all replicas from the same seed")
         self._part.boundaries.change(in_training, in_evaluation)
         return self._part, traced, mini_batch
 
@@ -528,7 +530,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         }
         return build_part(spec, stages, process, self._groups)
 
-    def _refuse_single_samples(self, samples: int) -> None:
+    def _check_single_samples(self, samples: int) -> None:
         """Raises InputError if a layer cannot be trained on a single sample, as batch norm with 1 value per channel."""
         if self._takes_single_samples:
             return
@@ -539,14 +541,14 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             most = samples // 2
             remedy = f"use micro_batches={most} or fewer, or larger mini-batches" if most else "use larger ones"
             why = f"a mini-batch of {plural(samples, 'sample')} has a micro-batch of one, and {error}; {remedy}"
-            raise RefusedError("micro_batches", self._arguments.micro_batches, why) from error
+            raise InvalidSettingError("micro_batches", self._arguments.micro_batches, why) from error
         self._takes_single_samples = True
 
     def _run(
         self, part: PipelinePart, schedule: Schedule, mini_batch: "_MiniBatch", objective: Objective | None
     ) -> None:
         if schedule.trains:
-            part.refuse_unfrozen()
+            part.check_still_frozen()
         replicas = part.replicas if schedule.trains else None
         summed: list[nn.Parameter] = []  # whose gradients are replaced by sums, instead of being added to
         if schedule.trains:
@@ -575,7 +577,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         if replicas is not None and not self._replicas_agree:
             self._replicas_agree = True
             remedy = "a layer changes it by the samples of its own replica; use replicas=1"
-            _refuse_different(replicas, dict(self._module.named_buffers()), remedy)
+            _check_same_in_replicas(replicas, dict(self._module.named_buffers()), remedy)
         for parameter, earlier in zip(summed, earlier_gradients, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -680,7 +682,7 @@ def _sample_dimension(tensor: BoundaryTensor) -> int:
     return growing[0]
 
 
-def _refuse_different(replicas: Replicas, tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
+def _check_same_in_replicas(replicas: Replicas, tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
     """Raises InputError for a tensor of this process that has other values in another replica."""
     floats = {name: tensor.detach().float() for name, tensor in tensors.items()}
     if not floats:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.models import operations
 
 
@@ -277,7 +277,7 @@ def amoebanet(
     if filters % divisor:
         below = max(filters // divisor, 1) * divisor
         why = f"the bottlenecks need a multiple of {divisor}; use {below} or {below + divisor}"
-        raise RefusedError("model.filters", filters, why)
+        raise InvalidSettingError("model.filters", filters, why)
     norm = partial(nn.BatchNorm2d, eps=batch_norm_epsilon, momentum=batch_norm_momentum)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["stem"], current = _stem(image_size, norm, small=small)
@@ -303,7 +303,7 @@ def amoebanet(
         if auxiliary_head and index == reductions[1] - 1:
             if current.size < AUXILIARY_POOL:
                 why = f"the auxiliary head would see {current.size}x{current.size} pixels and needs 5x5"
-                raise RefusedError("dataset.image_size", image_size, f"{why}; use model.auxiliary_head=false")
+                raise InvalidSettingError("dataset.image_size", image_size, f"{why}; use model.auxiliary_head=false")
             layers["auxiliary_head"] = AuxiliaryHead(current, num_classes, norm)
     layers["classifier"] = Classifier(current.channels, num_classes, dropout)
     return nn.Sequential(layers)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipe_cli.config.groups import TARGET
-from gpipe_cli.errors import InputError, RefusedError, with_type
+from gpipe_cli.errors import InputError, InvalidSettingError, with_type
 from gpipe_cli.models.skips import Sequence
 
 
@@ -24,8 +24,8 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
 
     The current directory is put in front of Python's search path and stays there, for modules imported later.
 
-    Raises RefusedError if there is no such function, if it does not take the arguments, if what it returns cannot be a
-    pipeline, or if it fails on the meta device. Its exceptions on other devices are passed on.
+    Raises InvalidSettingError if there is no such function, if it does not take the arguments, if what it returns
+    cannot be a pipeline, or if it fails on the meta device. Its exceptions on other devices are passed on.
     """
     function = _find(target)
     signature = inspect.signature(function)
@@ -33,18 +33,20 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         signature.bind(**arguments)  # the call itself could also raise a TypeError from within the function
     except TypeError as error:
         takes = ", ".join(map(str, signature.parameters.values()))
-        raise RefusedError(TARGET, target, f"the arguments do not fit, {error}; it takes ({takes})") from error
+        raise InvalidSettingError(TARGET, target, f"the arguments do not fit, {error}; it takes ({takes})") from error
     try:
         model = function(**arguments)
     except InputError as error:  # from a skip that cannot be made
-        raise RefusedError(TARGET, target, str(error)) from error
+        raise InvalidSettingError(TARGET, target, str(error)) from error
     except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
             raise
         why = f"fails when it is called on the meta device, where tensors have no values ({with_type(error)})"
-        raise RefusedError(TARGET, target, f"{why}; no .item(), no tolist() and no loading of files there") from error
+        raise InvalidSettingError(
+            TARGET, target, f"{why}; no .item(), no tolist() and no loading of files there"
+        ) from error
     if fault := fault_of(model):
-        raise RefusedError(TARGET, target, fault)
+        raise InvalidSettingError(TARGET, target, fault)
     return model
 
 
@@ -59,14 +61,16 @@ def _find(target: str) -> Any:
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         where = f"there is no module {error.name}, neither in {current_folder} nor installed"
-        raise RefusedError(TARGET, target, f"{where}; run the command where it is, or install it") from error
+        raise InvalidSettingError(TARGET, target, f"{where}; run the command where it is, or install it") from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
         why = f"{module_name} cannot be imported ({with_type(error)})"
-        raise RefusedError(TARGET, target, f"{why}; see what `python -c 'import {module_name}'` says") from error
+        raise InvalidSettingError(TARGET, target, f"{why}; see what `python -c 'import {module_name}'` says") from error
     function = getattr(module, name, None)
     if not callable(function):
         where = f"{module_name} ({module.__file__})"
-        raise RefusedError(TARGET, target, f"{where} has no function {name}; name one that returns an nn.Sequential")
+        raise InvalidSettingError(
+            TARGET, target, f"{where} has no function {name}; name one that returns an nn.Sequential"
+        )
     return function
 
 

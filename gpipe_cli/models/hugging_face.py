@@ -27,7 +27,7 @@ from torch import nn
 
 from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import LoraConfig
-from gpipe_cli.errors import RefusedError, one_line
+from gpipe_cli.errors import InvalidSettingError, one_line
 from gpipe_cli.models.hugging_face_layers import (
     Block,
     ClassifierHead,
@@ -98,11 +98,11 @@ def language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequen
     Raises InputError for a configuration that cannot be read, a family that is no chain here, and data that do not fit.
     """
     settings = _settings(source, [*LANGUAGE_MODELS], "text")
-    _refuse_other_text(source, settings, vocabulary, length)
+    _check_text_fits(source, settings, vocabulary, length)
     rope_type = (getattr(settings, "rope_parameters", None) or {}).get("rope_type")
     if rope_type in _VARYING_TABLES:
         why = f"its rotary positions, {rope_type}, depend on sequences seen before; use model.config to choose others"
-        raise RefusedError("model.name", source.name, why)
+        raise InvalidSettingError("model.name", source.name, why)
     model, initial = _on_meta(source, settings, "AutoModelForCausalLM")
     base = model.base_model_prefix
     embedding, blocks, norm = LANGUAGE_MODELS[settings.model_type]
@@ -119,7 +119,7 @@ def masked_language_model(source: Source, *, vocabulary: int, length: int) -> nn
     """A model that predicts masked tokens: tokens (N, S), int64 -> logits (N, S, tokens of the model). Otherwise as
     `language_model`."""
     settings = _settings(source, MASKED_LANGUAGE_MODELS, "masked text")
-    _refuse_other_text(source, settings, vocabulary, length)
+    _check_text_fits(source, settings, vocabulary, length)
     model, initial = _on_meta(source, settings, "AutoModelForMaskedLM")
     layers = {"embedding": Piece(model, initial, ["bert.embeddings"])}
     for index in range(settings.num_hidden_layers):
@@ -136,7 +136,9 @@ def image_classifier(source: Source, *, num_classes: int, image_size: int) -> nn
     settings = _settings(source, IMAGE_CLASSIFIERS, "images")
     if settings.image_size not in (image_size, [image_size] * 2, (image_size,) * 2):
         use = f"use that, or 'model.config={{image_size: {image_size}}}' for a model of this size"
-        raise RefusedError("dataset.image_size", image_size, f"{source.name} takes {settings.image_size} pixels; {use}")
+        raise InvalidSettingError(
+            "dataset.image_size", image_size, f"{source.name} takes {settings.image_size} pixels; {use}"
+        )
     settings.num_labels = num_classes
     model, initial = _on_meta(source, settings, "AutoModelForImageClassification", classifier="classifier")
     layers = {"embedding": Piece(model, initial, ["vit.embeddings"])}
@@ -160,7 +162,7 @@ def translation_model(source: Source, *, vocabulary: int, length: int, pad: int)
     pad: id of the data's padding token; padded positions of the source are masked. Otherwise as `language_model`.
     """
     settings = _settings(source, TRANSLATION_MODELS, "pairs of sentences")
-    _refuse_other_text(source, settings, vocabulary, length)
+    _check_text_fits(source, settings, vocabulary, length)
     model, initial = _on_meta(source, settings, "AutoModelForSeq2SeqLM")
     if not settings.scale_decoder_outputs:  # what transformers makes of tie_word_embeddings=false
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -186,20 +188,20 @@ def is_masked(source: Source) -> bool:
 
 
 def read_config(source: Source) -> Any:
-    """A model's PretrainedConfig. Raises RefusedError if it cannot be had, has values of which no model can be made, or
-    has no such setting as `source.config` replaces. No code of a folder or of the hub is run."""
+    """A model's PretrainedConfig. Raises InvalidSettingError if it cannot be had, has values of which no model can be
+    made, or has no such setting as `source.config` replaces. No code of a folder or of the hub is run."""
     try:
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, PreTrainedConfig, logging
     except ImportError as error:
         why = "needs the package transformers; install it by pip install 'gpipe-cli[transformers]'"
-        raise RefusedError("model", "hf", why) from error
+        raise InvalidSettingError("model", "hf", why) from error
     logging.set_verbosity_error()  # no warnings of special tokens beyond a small vocabulary
     logging.disable_progress_bar()
     folder = Path(source.name)
     changes = source.config or {}
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise RefusedError("model.name", source.name, f"the folder has no file config.json; {_GIVE}")
+        raise InvalidSettingError("model.name", source.name, f"the folder has no file config.json; {_GIVE}")
     try:
         written = PreTrainedConfig.get_config_dict(source.name)[0] | dict(changes)
         for key, value in written.items():
@@ -208,23 +210,25 @@ def read_config(source: Source) -> Any:
         unchanged = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
         if unknown_keys := [key for key in changes if key not in unchanged]:
             hint = nearest(unknown_keys[0], [*unchanged]) or "; config.json has them all"
-            raise RefusedError(f"model.config.{unknown_keys[0]}", changes[unknown_keys[0]], f"no such setting{hint}")
+            raise InvalidSettingError(
+                f"model.config.{unknown_keys[0]}", changes[unknown_keys[0]], f"no such setting{hint}"
+            )
         settings = AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
-    except RefusedError:
+    except InvalidSettingError:
         raise
     except StrictDataclassError as error:  # the cause names the key, its value and what is allowed
         raise _wrong(source, one_line(error.__cause__ or error).partition(". ")[0].rstrip(".")) from error
     except Exception as error:  # whatever transformers and the hub's client raise
         why = "has no configuration that transformers knows" if folder.is_dir() else "no such folder, nor on the hub"
         reason = one_line(error).partition("; ")[0].partition(". ")[0]
-        raise RefusedError("model.name", source.name, f"{why} ({reason}); {_GIVE}") from error
-    _refuse_heads(source, settings, given="head_dim" in written)
+        raise InvalidSettingError("model.name", source.name, f"{why} ({reason}); {_GIVE}") from error
+    _check_heads(source, settings, given="head_dim" in written)
     return settings
 
 
-def _wrong(source: Source, what: str) -> RefusedError:
+def _wrong(source: Source, what: str) -> InvalidSettingError:
     place = "its config.json, or model.config" if source.config else "its config.json"
-    return RefusedError("model.name", source.name, f"{what}; correct that in {place}")
+    return InvalidSettingError("model.name", source.name, f"{what}; correct that in {place}")
 
 
 def _must_be(key: str, value: Any) -> str:
@@ -242,9 +246,9 @@ def _must_be(key: str, value: Any) -> str:
     return ""
 
 
-def _refuse_heads(source: Source, settings: Any, *, given: bool) -> None:
-    """Raise RefusedError where the heads cannot share the model's width, or keys and values. `given`: the width of a
-    head is given, and need not divide that of the model."""
+def _check_heads(source: Source, settings: Any, *, given: bool) -> None:
+    """Raise InvalidSettingError where the heads cannot share the model's width, or keys and values. `given`: the width
+    of a head is given, and need not divide that of the model."""
     width, heads = (settings.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
     pairs = [] if given or hasattr(settings, "d_kv") else [(width, heads)]
     if getattr(settings, "num_key_value_heads", None) is not None:
@@ -259,17 +263,19 @@ def _settings(source: Source, families: "tuple[str, ...] | list[str]", data: str
     settings = read_config(source)
     if settings.model_type not in families:
         why = f"transformers' family {settings.model_type} has no chain of layers for {data}"
-        raise RefusedError("model.name", source.name, f"{why}; use one of {', '.join(families)}")
+        raise InvalidSettingError("model.name", source.name, f"{why}; use one of {', '.join(families)}")
     return settings
 
 
-def _refuse_other_text(source: Source, settings: Any, vocabulary: int, length: int) -> None:
+def _check_text_fits(source: Source, settings: Any, vocabulary: int, length: int) -> None:
     if vocabulary > settings.vocab_size:
         why = f"{source.name} knows {settings.vocab_size} tokens; use {settings.vocab_size} or fewer"
-        raise RefusedError("dataset.vocabulary", vocabulary, why)
+        raise InvalidSettingError("dataset.vocabulary", vocabulary, why)
     positions = getattr(settings, "max_position_embeddings", length)
     if length > positions:
-        raise RefusedError("model.length", length, f"{source.name} has {positions} positions; use as many or fewer")
+        raise InvalidSettingError(
+            "model.length", length, f"{source.name} has {positions} positions; use as many or fewer"
+        )
 
 
 def _mask(settings: Any, index: int) -> Mask:
@@ -310,7 +316,7 @@ def _add_adapters(model: Any, lora: LoraConfig) -> None:
         from peft import inject_adapter_in_model
     except ImportError as error:
         why = "needs the package peft; install it by pip install 'gpipe-cli[peft]', or use model.lora=null"
-        raise RefusedError("model.lora.rank", lora.rank, why) from error
+        raise InvalidSettingError("model.lora.rank", lora.rank, why) from error
     names = None if lora.target_modules is None else list(lora.target_modules)
     with warnings.catch_warnings(action="ignore"):  # a warning that GPT-2's linear modules are transposed
         try:
@@ -321,7 +327,7 @@ def _add_adapters(model: Any, lora: LoraConfig) -> None:
                 path.rpartition(".")[2] for path, module in model.named_modules() if type(module).__name__ in LINEAR
             }
             why = f"{one_line(error).rstrip('.')}; use some of {', '.join(sorted(linear_names))}"
-            raise RefusedError("model.lora.target_modules", names, why) from error
+            raise InvalidSettingError("model.lora.target_modules", names, why) from error
     for module in adapters_in(model):
         module.kwargs = {}  # only the module's path, in which equal blocks would differ; nothing reads it
 
@@ -345,7 +351,7 @@ def _share_tables(model: Any) -> dict[str, str]:
 
 
 def _chain(source: Source, model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Sequential:
-    """The layers as a sequence. Raises RefusedError if the model has a parameter or buffer that no layer has."""
+    """The layers as a sequence. Raises InvalidSettingError if the model has a parameter or buffer that no layer has."""
     sequence = nn.Sequential()
     for layer, module in layers.items():
         sequence.add_module(layer, module)
@@ -355,5 +361,5 @@ def _chain(source: Source, model: nn.Module, layers: Mapping[str, nn.Module]) ->
     forgotten += [name for name, _ in model.named_buffers() if name not in buffers]
     if forgotten:
         why = f"has tensors that the chain of its family does not know, such as {forgotten[0]}"
-        raise RefusedError("model.name", source.name, f"{why}; use another model of the family")
+        raise InvalidSettingError("model.name", source.name, f"{why}; use another model of the family")
     return sequence

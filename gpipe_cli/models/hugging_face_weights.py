@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from gpipe_cli.errors import InputError, RefusedError, with_type
+from gpipe_cli.errors import InputError, InvalidSettingError, with_type
 
 ADAPTER = "default"  # peft's name of a module's only adapter
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -52,7 +52,7 @@ class Weights:
             values[name], *others = (self._tensor(candidate, shapes[name]) for candidate in names)
             if not all(torch.equal(values[name], other) for other in others):
                 why = f"{names[0]} and {name}, which are tied, differ in the files of {self.name}"
-                raise RefusedError(
+                raise InvalidSettingError(
                     "model.pretrained", True, f"{why}; use 'model.config={{tie_word_embeddings: false}}'"
                 )
         return values
@@ -68,11 +68,11 @@ class Weights:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if (stored_shape := self._shape(name)) is None:
             use = "use a folder that has it, or model.pretrained=false"
-            raise RefusedError("model.pretrained", True, f"{self.name} has no tensor {name}; {use}")
+            raise InvalidSettingError("model.pretrained", True, f"{self.name} has no tensor {name}; {use}")
         file, stored_name = self._places[name]
         if stored_shape != shape:
             why = f"{file} of {self.name} has {stored_name} of shape {stored_shape}, and the model {shape}"
-            raise RefusedError("model.pretrained", True, f"{why}; use the settings of its own config.json")
+            raise InvalidSettingError("model.pretrained", True, f"{why}; use the settings of its own config.json")
         with self._opened(file) as tensors:
             tensor: Tensor = tensors.get_tensor(stored_name)
             return tensor
@@ -101,7 +101,7 @@ class Weights:
         path = found_file(self.name, file)
         if path is None:
             use = "give a folder that has it, or use model.pretrained=false"
-            raise RefusedError("model.pretrained", True, f"{self.name} has no file {file}; {use}")
+            raise InvalidSettingError("model.pretrained", True, f"{self.name} has no file {file}; {use}")
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -120,7 +120,7 @@ def _without_adapters(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def found_file(name: str, file: str) -> Path | None:
-    """A file in a folder or on the hub, None if there is none. Raises RefusedError if that cannot be told."""
+    """A file in a folder or on the hub, None if there is none. Raises InvalidSettingError if that cannot be told."""
     from transformers.utils import cached_file
 
     # a process that needs a file of the hub fetches it, once for all processes of a machine
@@ -129,7 +129,7 @@ def found_file(name: str, file: str) -> Path | None:
     except Exception as error:  # whatever the hub's client and the libraries below it raise
         why = f"{file} of {name} cannot be had here ({with_type(error).partition('; ')[0]})"
         use = "give a folder that has it as model.name, or use model.pretrained=false"
-        raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
+        raise InvalidSettingError("model.pretrained", True, f"{why}; {use}") from error
     return None if path is None else Path(path)
 
 

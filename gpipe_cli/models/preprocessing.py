@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_cli.errors import RefusedError, with_type
+from gpipe_cli.errors import InvalidSettingError, with_type
 from gpipe_cli.models.hugging_face import Source, read_config
 from gpipe_cli.models.hugging_face_weights import found_file
 
@@ -61,7 +61,7 @@ def _of_export(file: Path) -> Preprocessing | None:
 def of_hugging_face(source: Source) -> Preprocessing | None:
     """By the preprocessor beside the weights, as transformers reads it; None if there is none. A preprocessor that
     scales pixels in another way than to [0, 1], or does not normalize, is put into an equal mean and deviation. Raises
-    RefusedError as `read_config`, and for a preprocessor that cannot be read."""
+    InvalidSettingError as `read_config`, and for a preprocessor that cannot be read."""
     read_config(source)
     if found_file(source.name, PREPROCESSOR) is None:
         return None
@@ -76,7 +76,7 @@ def of_hugging_face(source: Source) -> Preprocessing | None:
         mean, std = (tuple(value / factor for value in values) for values in (means, deviations))
     except Exception as error:  # whatever transformers raises for a file that holds anything
         why = f"its {PREPROCESSOR} cannot be used ({with_type(error)}); correct it, or use model.pretrained=false"
-        raise RefusedError("model.name", source.name, why) from error
+        raise InvalidSettingError("model.name", source.name, why) from error
     names = {number: name for name, number in RESAMPLE.items()}
     interpolation = names.get(reader.resample, f"Pillow's number {reader.resample}")
     return Preprocessing(source.name, pixels, mean, std, interpolation)

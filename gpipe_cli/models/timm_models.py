@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.errors import RefusedError, with_type
+from gpipe_cli.errors import InvalidSettingError, with_type
 from gpipe_cli.models.paths import add_at
 from gpipe_cli.system.files import regular_size
 
@@ -66,7 +66,7 @@ def build_timm(
             raise
         why = f"the weights of {name} cannot be had here ({with_type(error).partition('; ')[0]})"
         use = "give model.weights=FILE or use model.pretrained=false"
-        raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
+        raise InvalidSettingError("model.pretrained", True, f"{why}; {use}") from error
     if weights is not None:
         _load(model, Path(weights))
     return chain(model)
@@ -79,14 +79,14 @@ def timm_arguments(name: str, *, num_classes: int, image_size: int) -> dict[str,
 
 
 def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
-    """The arguments of `timm.create_model` that this model's class takes. Raises RefusedError."""
+    """The arguments of `timm.create_model` that this model's class takes. Raises InvalidSettingError."""
     import timm
 
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture) or (tag and name not in timm.list_pretrained(f"{architecture}.*")):
         near = get_close_matches(name, [*timm.list_models(), *timm.list_pretrained()], n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
-        raise RefusedError("model.name", name, f"timm has no model of this name; {remedy}")
+        raise InvalidSettingError("model.name", name, f"timm has no model of this name; {remedy}")
     # The class and its signature are all that is needed: no memory is allocated for a large model.
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=num_classes)
@@ -96,7 +96,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
     if "drop_path_rate" in accepted:
         settings["drop_path_rate"] = drop_path
     elif drop_path:
-        raise RefusedError("model.drop_path", drop_path, f"{name} has no branches to drop; use 0")
+        raise InvalidSettingError("model.drop_path", drop_path, f"{name} has no branches to drop; use 0")
     if "img_size" in accepted:
         settings["img_size"] = image_size
         # a model that takes img_size has either attribute
@@ -104,7 +104,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
         if image_size % patch:
             below = max(image_size // patch, 1) * patch
             why = f"{name} cuts images into patches of {patch} pixels; use {below} or {below + patch}"
-            raise RefusedError("dataset.image_size", image_size, why)
+            raise InvalidSettingError("dataset.image_size", image_size, why)
     return settings
 
 
@@ -126,7 +126,7 @@ def _load(model: Any, file: Path) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             why = f"these are not the weights of this model, the file {what} {names[0]}{more}"
-            raise RefusedError("model.weights", file, f"{why}; give those of the network that model.name names")
+            raise InvalidSettingError("model.weights", file, f"{why}; give those of the network that model.name names")
     model.load_state_dict(tensors, strict=False)
 
 
@@ -143,9 +143,11 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
     except Exception as error:  # a missing file, or whatever the reader of either format raises
         use = "use a .safetensors file or a dictionary of tensors that torch.save wrote"
         why = f"cannot be read as weights ({with_type(error).partition('; ')[0]})"
-        raise RefusedError("model.weights", file, f"{why}; {use}") from error
+        raise InvalidSettingError("model.weights", file, f"{why}; {use}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise RefusedError("model.weights", file, "does not hold a dictionary of tensors; save model.state_dict()")
+        raise InvalidSettingError(
+            "model.weights", file, "does not hold a dictionary of tensors; save model.state_dict()"
+        )
     return dict(tensors)
 
 
@@ -165,7 +167,7 @@ FAMILIES = {
 def chain(model: Any) -> nn.Sequential:
     """The layers of a model of timm as a sequence.
 
-    Raises RefusedError for a model of an unknown family, or of an unknown variant of a family.
+    Raises InvalidSettingError for a model of an unknown family, or of an unknown variant of a family.
     """
     from timm import models
 
@@ -174,11 +176,11 @@ def chain(model: Any) -> nn.Sequential:
     # No subclasses: they may change the forward.
     if kind not in FAMILIES or type(model) is not getattr(models, kind):
         use = f"use one of {', '.join(FAMILIES)}"
-        raise RefusedError("model.name", name, f"timm's class {kind} has no chain of layers; {use}")
+        raise InvalidSettingError("model.name", name, f"timm's class {kind} has no chain of layers; {use}")
     if kind == "VisionTransformer" and (model.attn_pool is not None or model.dynamic_img_size):
         what = "pools by attention" if model.attn_pool is not None else "takes images of any size"
         use = "use one that does not, such as vit_tiny_patch16_224"
-        raise RefusedError("model.name", name, f"this VisionTransformer {what}; {use}")
+        raise InvalidSettingError("model.name", name, f"this VisionTransformer {what}; {use}")
     stem, parents, head = FAMILIES[kind]
     layers = {"stem": stem.split()} if stem else {}
     for path in itertools.chain.from_iterable(_children(model, parent) for parent in parents.split()):
@@ -196,7 +198,7 @@ def chain(model: Any) -> nn.Sequential:
         sequence.add_module(path.replace(".", "_"), piece(model, steps))
     if forgotten := _tensors(model) ^ {name.partition(".")[2] for name in _tensors(sequence)}:
         why = f"this {kind} has tensors that its chain of layers does not know, such as {min(forgotten)}"
-        raise RefusedError("model.name", name, f"{why}; use another member of the family")
+        raise InvalidSettingError("model.name", name, f"{why}; use another member of the family")
     return sequence.train(model.training)
 
 
@@ -220,7 +222,7 @@ def described(name: str) -> tuple[str, int, int] | None:
         model = timm.create_model(name)
     try:
         layers = len(chain(model))
-    except RefusedError:
+    except InvalidSettingError:
         return None
     return type(model).__name__, layers, sum(parameter.numel() for parameter in model.parameters())
 

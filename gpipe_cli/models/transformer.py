@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 
 LONGEST_WAVE = 10_000.0  # of the positions, in units of 2 pi tokens (Vaswani et al. 2017, Section 3.5)
 
@@ -66,7 +66,7 @@ class Embedding(nn.Embedding):
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
         if width % 2:
             why = f"half of it are sines, half cosines; use {width - 1} or {width + 1}"
-            raise RefusedError("model.width", width, why)
+            raise InvalidSettingError("model.width", width, why)
         self.length = length
         super().__init__(vocabulary, width)
 
@@ -83,7 +83,7 @@ class Embedding(nn.Embedding):
         """
         if vectors.shape[1] > self.length:
             why = f"a sequence has {vectors.shape[1]} tokens; cut it or raise model.length"
-            raise RefusedError("model.length", self.length, why)
+            raise InvalidSettingError("model.length", self.length, why)
         return vectors * math.sqrt(self.embedding_dim) + sinusoids(vectors.shape[1], vectors)
 
 
@@ -227,7 +227,7 @@ def transformer_lm(
     Raises InputError for an odd width, and if `heads` does not divide the width.
     """
     if width % heads:
-        raise RefusedError("model.width", width, f"is no multiple of model.heads={heads}; use one that is")
+        raise InvalidSettingError("model.width", width, f"is no multiple of model.heads={heads}; use one that is")
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = embedding = Embedding(vocabulary, width, length)
     for index in range(layers):

@@ -17,7 +17,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.models.skips import Pop, Sequence, Stash
 
 SLOPE = 0.01  # of leaky ReLU; torchgpipe's
@@ -44,7 +44,7 @@ def unet(
         why = (
             f"model.depth={depth} needs a multiple of {step} from {2 * step} on; use {sizes}, or a smaller model.depth"
         )
-        raise RefusedError("dataset.image_size", image_size, why)
+        raise InvalidSettingError("dataset.image_size", image_size, why)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
 
     def cell(name: str, inputs: int, hidden: int, outputs: int) -> None:

@@ -17,13 +17,13 @@ from gpipe_cli.assembly.build import find_data
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig, UNetConfig
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import bounds
-from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError, NothingFitsError, show
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import SHORTEST, CostsOf, fits, plan_step
-from gpipe_cli.planner.model_profile import ModelProfile, number_of_layers, profile_model, refuse_single_samples
+from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
 from gpipe_cli.planner.plan import Candidate, Choice, Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
@@ -31,7 +31,7 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
 _AS_GOOD = 1.01  # accuracy of predictions: among candidates this close the first wins, which has the smallest settings
-_MOST_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
+_MAX_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
 _SILENT_SECONDS = 5.0
 
 
@@ -99,7 +99,7 @@ class _Planner:
         for variant in _candidates(config, auto, len(self.profile.costs), self.started, elsewhere):
             value = ", ".join(str(getattr(variant, key)) for key in keys)
             try:
-                refuse_single_samples(variant, mini_batch_samples(variant, self.profile.lengths), self.profile)
+                check_single_samples(variant, mini_batch_samples(variant, self.profile.lengths), self.profile)
                 tried.append(self.candidate(value, variant))
             except InputError as error:
                 tried.append(Candidate(value, variant, None, str(error)))
@@ -238,7 +238,7 @@ def _training_samples(config: TrainConfig) -> int:
     if isinstance(dataset, ImagesConfig):
         with suppress(InputError):
             return find_data(replace(config, dataset=replace(dataset, download=False)))[0].samples
-    return _MOST_SAMPLES
+    return _MAX_SAMPLES
 
 
 def _candidates(
@@ -291,7 +291,7 @@ def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
     smaller = [m << power for power in range(1, n.bit_length()) if m << power <= n // 2]
     if m < n:
         with suppress(InputError):  # micro-batches of a single sample suit few models
-            refuse_single_samples(replace(config, micro_batches=n), n * config.replicas, profile)
+            check_single_samples(replace(config, micro_batches=n), n * config.replicas, profile)
             smaller.append(n)
     more = range(k + 1, max(8, 2 * k) + 1) if k <= 8 else (k * 9 // 8, k * 5 // 4, k * 3 // 2, 2 * k)
     kinds: list[list[_Change]] = [

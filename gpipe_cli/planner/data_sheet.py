@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.system.accelerator import torch_is_built_for
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 
@@ -73,11 +73,11 @@ def gpu_of(device: str) -> Gpu | None:
 
 
 def number_of_gpus(config: TrainConfig) -> int:
-    """The number of GPUs that a run may use. Raises RefusedError for device=cuda if there is none."""
+    """The number of GPUs that a run may use. Raises InvalidSettingError for device=cuda if there is none."""
     gpus = len(usable_gpus()) if config.device != "cpu" and torch_is_built_for() else 0
     if config.device == "cuda" and gpus == 0:
         why = "there is no CUDA device here" if torch_is_built_for() else "this torch is built without CUDA"
-        raise RefusedError("device", config.device, f"{why}; use device=cpu or device=auto")
+        raise InvalidSettingError("device", config.device, f"{why}; use device=cpu or device=auto")
     return gpus
 
 

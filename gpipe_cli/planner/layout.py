@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from gpipe_cli.config.pipeline_settings import PipelineSettings
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.torchrun import Torchrun
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.distributed.torchrun_env import Torchrun
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
@@ -255,7 +255,7 @@ def _rows(settings: PipelineSettings, places: int | None) -> tuple[int, ...]:
     """The row of each stage, in a pipeline of `places` rows (None: as many as `stages_per_process` gives), by the
     placement or as in the schedule's file.
 
-    Raises RefusedError if `interleaved` cannot give all rows equally many stages.
+    Raises InvalidSettingError if `interleaved` cannot give all rows equally many stages.
     """
     partitions, per_process = settings.partitions, settings.stages_per_process
     if settings.schedule_is_file:
@@ -266,7 +266,9 @@ def _rows(settings: PipelineSettings, places: int | None) -> tuple[int, ...]:
         places = _order(settings).devices(partitions, per_process)
     if settings.schedule == "interleaved" and partitions % places:
         why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
-        raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}{-(-partitions // places) * places}")
+        raise InvalidSettingError(
+            "partitions", partitions, f"schedule=interleaved: {why}{-(-partitions // places) * places}"
+        )
     placement = placement_of(settings)
     if placement == "neighbours" and per_process is not None and places == -(-partitions // per_process):
         return tuple(stage // per_process for stage in range(partitions))
@@ -292,23 +294,25 @@ def _fixes_rows(settings: PipelineSettings) -> str | None:
 
 
 def _check_stages_per_process(settings: PipelineSettings) -> None:
-    """Raises RefusedError if the other settings leave no room for `stages_per_process`."""
+    """Raises InvalidSettingError if the other settings leave no room for `stages_per_process`."""
     partitions, per_process = settings.partitions, settings.stages_per_process
     if per_process is None:
         return
     if settings.schedule_is_file or settings.placement_is_file:
         given = f"schedule={settings.schedule}" if settings.schedule_is_file else f"placement={settings.placement}"
-        raise RefusedError("stages_per_process", per_process, f"{given} says it; leave it out")
+        raise InvalidSettingError("stages_per_process", per_process, f"{given} says it; leave it out")
     if _order(settings).placement == "v" and per_process != 2:
-        raise RefusedError("stages_per_process", per_process, f"schedule={settings.schedule} has two; leave it out")
+        raise InvalidSettingError(
+            "stages_per_process", per_process, f"schedule={settings.schedule} has two; leave it out"
+        )
     if per_process > partitions:
         use = f"use stages_per_process={partitions}, or partitions={per_process} or more"
-        raise RefusedError(
+        raise InvalidSettingError(
             "stages_per_process", per_process, f"a pipeline has only {plural(partitions, 'stage')}; {use}"
         )
     if settings.executor == "in_process" and placement_of(settings) == "neighbours":
         why = "executor=in_process has all stages in one process; leave one of the two out"
-        raise RefusedError("stages_per_process", per_process, why)
+        raise InvalidSettingError("stages_per_process", per_process, why)
 
 
 def _own_processes(settings: PipelineSettings, rows: int, gpus: int) -> int:
@@ -326,7 +330,7 @@ def _torchruns_processes(settings: PipelineSettings, rows: int, started: Torchru
     partitions, replicas, per_process = settings.partitions, settings.replicas, settings.stages_per_process
     cause = f"torchrun started {started.processes} processes"
     if started.processes % replicas:
-        raise RefusedError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
+        raise InvalidSettingError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
     if settings.executor == "in_process" and started.processes > replicas:
         raise InputError(f"executor=in_process: {cause}; start one for each replica, or leave executor out")
     if started.processes > partitions * replicas:
@@ -340,7 +344,7 @@ def _torchruns_processes(settings: PipelineSettings, rows: int, started: Torchru
         raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
     if (setting := _fixes_rows(settings)) and 1 < processes != rows:
         why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
-        raise RefusedError(setting, getattr(settings, setting), why)
+        raise InvalidSettingError(setting, getattr(settings, setting), why)
     return processes
 
 
@@ -370,7 +374,7 @@ def _gpu_of_each_process(
     if gpus < processes_here and not own_gpu_only:
         needs = f"{plural(processes_here, 'process')} need a GPU each and there are {gpus}"
         if replicas > gpus:
-            raise RefusedError("replicas", replicas, f"{needs}; use replicas={gpus} or {settings.ON_CPU}")
+            raise InvalidSettingError("replicas", replicas, f"{needs}; use replicas={gpus} or {settings.ON_CPU}")
         fewer = f"stages_per_process={-(-partitions * replicas // gpus)}, executor=in_process"
         raise InputError(
             f"partitions={partitions}: {needs}; use "

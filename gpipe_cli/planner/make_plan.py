@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gpipe_cli.config.settings import TrainConfig, one_device
-from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
 from gpipe_cli.planner.cut import Cut, best_cut

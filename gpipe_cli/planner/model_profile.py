@@ -179,7 +179,7 @@ def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
     return tuple(costs.values())
 
 
-def refuse_single_samples(
+def check_single_samples(
     config: TrainConfig, samples: int, profile: ModelProfile | None = None, *, last: bool = False
 ) -> None:
     """Refuse micro-batches of one sample for a model whose batch norm would train on one value per channel (1x1 maps).

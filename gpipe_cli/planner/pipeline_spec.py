@@ -10,7 +10,7 @@ from itertools import accumulate
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.config.pipeline_settings import Graphs
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.routes import inputs_of, outputs_of, routes
@@ -92,7 +92,7 @@ class PipelineSpec(PipelineCut):
         return outputs_of(self.training_boundaries, stage)
 
     @property
-    def most_parameter_tensors(self) -> int:
+    def max_parameter_tensors(self) -> int:
         """The most parameter tensors of any process: the length of a vector with a number for each tensor."""
         return max(
             sum(self.parameter_tensors[k] for k in self.layout.stages_of(p)) for p in range(self.layout.of_pipeline)

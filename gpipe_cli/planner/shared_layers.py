@@ -36,7 +36,7 @@ def find_shared(model: nn.Sequential, setting: str = "model.target") -> tuple[Sh
     Raises InputError for a parameter in whose memory another tensor begins, as a move to a GPU or another memory format
     separates the two.
     """
-    _refuse_same_memory(model, setting)
+    _check_separate_memory(model, setting)
     owners: dict[int, tuple[int, str]] = {}
     shared: dict[tuple[int, int], Shared] = {}
     for number, (layer, module) in enumerate(model.named_children()):
@@ -59,7 +59,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[str, object]]:
         yield from ((what, buffer) for what, buffer in buffers if buffer is not None)
 
 
-def _refuse_same_memory(model: nn.Sequential, setting: str) -> None:
+def _check_separate_memory(model: nn.Sequential, setting: str) -> None:
     parameters: dict[tuple[int, int], str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         place = storage_of(tensor), int(tensor.storage_offset())

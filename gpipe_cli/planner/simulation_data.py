@@ -28,9 +28,9 @@ from gpipe_cli.system.machine import usable_cores
 
 SimulationData = dict[str, Any]
 
-_MOST_MICRO_BATCHES, _MOST_STAGES = 64, 16
-_MOST_LAYERS = 200  # of a model for which every number of stages is offered: to cut a longer model takes longer
-_MOST_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
+_MAX_MICRO_BATCHES, _MAX_STAGES = 64, 16
+_MAX_LAYERS = 200  # of a model for which every number of stages is offered: to cut a longer model takes longer
+_MAX_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
 
 
 def simulation_data(plan: Plan) -> SimulationData:
@@ -46,7 +46,7 @@ def simulation_data(plan: Plan) -> SimulationData:
             "schedule": "file" if config.schedule_is_file else config.schedule,
             "schedule_file": config.schedule if config.schedule_is_file else None,
             "recompute": config.recompute,
-            "stages_per_process": _most_stages(plan),
+            "stages_per_process": _max_stages(plan),
             "placement": _placement(plan),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
@@ -113,7 +113,7 @@ def rows_of(schedule: Schedule) -> list[list[str]]:
     return [list(map(str, row)) for row in schedule]
 
 
-def _most_stages(plan: Plan) -> int:
+def _max_stages(plan: Plan) -> int:
     """Stages of a device, if all have as many or the last devices fewer."""
     return -(-len(plan.balance) // len(set(plan.device_of_stage)))
 
@@ -132,7 +132,7 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
     """The plan's cut, and for each K that the page offers the fastest without and with recomputation. The page
     says whether they fit the memory. `memory` as in `_held`."""
     profile, layers = plan.profile, len(plan.profile.costs)
-    offered = range(1, _MOST_STAGES + 1) if layers <= _MOST_LAYERS else [1 << n for n in range(5)]
+    offered = range(1, _MAX_STAGES + 1) if layers <= _MAX_LAYERS else [1 << n for n in range(5)]
 
     def cut(balance: Sequence[int]) -> dict[str, Any]:
         bounds = bounds_of(balance)
@@ -195,8 +195,8 @@ def _costs_of_micro_batches(plan: Plan, most: int) -> dict[str, Any]:
     """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
     equal for all these numbers are of the same kind."""
     layers = len(plan.profile.costs)
-    offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
-    if len(offered) * layers > _MOST_COSTS:
+    offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MAX_MICRO_BATCHES + 1, 8)]
+    if len(offered) * layers > _MAX_COSTS:
         offered = [1 << power for power in range(7)]
     offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
     costs_offered = [_costs(plan, m) for m in offered]

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from gpipe_cli.config.pipeline_settings import PipelineSettings
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.schedule.dependencies import ScheduleError, check
 from gpipe_cli.schedule.schedule import Recompute, Schedule, with_recomputation
 from gpipe_cli.schedule.schedule_file import read_placement, read_schedule
@@ -27,8 +27,8 @@ def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
     return samples / (pieces if config.batch_size is None else min(pieces, samples))
 
 
-def refuse_files(config: TrainConfig) -> None:
-    """Raises RefusedError for a file with a schedule or a placement that does not fit the other settings."""
+def check_schedule_files(config: TrainConfig) -> None:
+    """Raises InvalidSettingError for a file with a schedule or a placement that does not fit the other settings."""
     if config.schedule_is_file:
         schedule_of_file(config)
     elif config.placement_is_file:
@@ -36,24 +36,25 @@ def refuse_files(config: TrainConfig) -> None:
 
 
 def schedule_of_file(settings: PipelineSettings) -> Schedule:
-    """The schedule in the file that `schedule` names. Raises RefusedError if it does not fit the other settings."""
+    """The schedule in the file that `schedule` names. Raises InvalidSettingError if it does not fit the other
+    settings."""
     try:
         schedule = read_schedule(settings.schedule, settings.partitions, settings.micro_batches)
     except ScheduleError as error:
-        raise RefusedError("schedule", settings.schedule, error.what, error.drawn) from None
+        raise InvalidSettingError("schedule", settings.schedule, error.what, error.drawn) from None
     if settings.compile and schedule.split:
         why = f"schedule={settings.schedule} cuts backwards in two, and compiled code cannot be cut"
-        raise RefusedError("compile", True, f"{why}; use compile=false")
+        raise InvalidSettingError("compile", True, f"{why}; use compile=false")
     return schedule
 
 
 def placement_of_file(settings: PipelineSettings) -> tuple[int, ...]:
-    """The device of each stage, by the file that `placement` names. Raises RefusedError if it does not fit."""
+    """The device of each stage, by the file that `placement` names. Raises InvalidSettingError if it does not fit."""
     assert settings.placement is not None
     try:
         return read_placement(settings.placement, settings.partitions)
     except ScheduleError as error:
-        raise RefusedError("placement", settings.placement, error.what) from None
+        raise InvalidSettingError("placement", settings.placement, error.what) from None
 
 
 @lru_cache(maxsize=16)  # they can be large

@@ -15,7 +15,7 @@ from pathlib import Path
 from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.settings import flattened, key_of, load_recipe, owner
 from gpipe_cli.config.typed import typed
-from gpipe_cli.errors import InputError, RefusedError, show
+from gpipe_cli.errors import InputError, InvalidSettingError, show
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.experiment import Experiment
 from gpipe_cli.reproduction.runner import FOLDER, Gpu, Runner, Scale, last_wins
@@ -117,7 +117,7 @@ class Recipe:
         scale, given = runner.scale, runner.users
         try:
             findings = self.experiment.reproduce(runner)
-        except RefusedError as error:
+        except InvalidSettingError as error:
             if not runner.commands:  # the recipe itself has refused the setting
                 raise
             command = [key_of(word) for word in shlex.split(runner.commands[-1]) if "=" in word]
@@ -185,7 +185,7 @@ def load(name: str, folder: Path = FOLDER) -> Recipe:
     return typed(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flattened(tree))], **node})
 
 
-def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], keys: Sequence[str]) -> str:
+def explained(error: InvalidSettingError, users: Sequence[str], desk: Sequence[str], keys: Sequence[str]) -> str:
     """The message of a refused setting, with the setting's origin if the user did not give it. ``desk``: the recipe's
     settings at this scale; ``keys``: the keys of its file and of the last command."""
     key = error.key

@@ -92,7 +92,7 @@ def partition(
 
     def square(starts: Whole, ends: Whole) -> Whole:
         between = cost(starts, ends)
-        return np.where(between <= least_maximum, np.minimum(between, least_maximum) ** 2, _NEVER)
+        return np.where(between <= smallest_maximum, np.minimum(between, smallest_maximum) ** 2, _NEVER)
 
     def earliest(most: int) -> Whole:
         """For each end, where a partition that costs no more than `most` begins at the earliest, or before that."""
@@ -102,12 +102,12 @@ def partition(
     # without limits to the memory, a cut exists in which each partition costs no more than its share and this
     even_cost = int(prefix_sums[-1]) // partitions + 1 + int(whole[:layers].max() + skip_costs.sum())
     even_cost += int((to_end - prefix_sums).max() + (prefix_sums - to_begin).max())
-    least_maximum, _ = _best_cut(cost, earliest(even_cost), partitions, reach, np.maximum)
-    if least_maximum > even_cost:
-        least_maximum, _ = _best_cut(cost, np.zeros_like(to_end), partitions, reach, np.maximum)
-    if least_maximum == _NEVER:
+    smallest_maximum, _ = _best_cut(cost, earliest(even_cost), partitions, reach, np.maximum)
+    if smallest_maximum > even_cost:
+        smallest_maximum, _ = _best_cut(cost, np.zeros_like(to_end), partitions, reach, np.maximum)
+    if smallest_maximum == _NEVER:
         raise NoCutFitsError(f"no cut into {partitions} partitions fits into the memory")
-    return _best_cut(square, earliest(least_maximum), partitions, reach, np.add)[1]
+    return _best_cut(square, earliest(smallest_maximum), partitions, reach, np.add)[1]
 
 
 def _best_cut(

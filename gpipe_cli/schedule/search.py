@@ -36,7 +36,7 @@ from gpipe_cli.schedule.simulator import Edges, LinkQueues, StageCost, TieCost, 
 from gpipe_cli.schedule.timeline import Timeline
 
 _AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later candidate is faster by more
-_MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most
+_MAX_TRIED_ACTIONS = 600_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Problem:
 
 def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
     """The fastest order that fits, None if none does; and all orders that were tried, the fastest first. Every order
-    that has a name and is made for this placement is tried, others until all have _MOST_TRIED actions."""
+    that has a name and is made for this placement is tried, others until all have _MAX_TRIED_ACTIONS actions."""
     tried: list[Tried] = []
     seen: set[Schedule] = set()
     action_count = 0
     placement = name_of(problem.device_of_stage)
     for name, candidate in _candidates(problem):
         must_try = name in ORDERS and (ORDERS[name].placement or "neighbours") == placement
-        if tried and not must_try and action_count + sum(map(len, candidate)) > _MOST_TRIED:
+        if tried and not must_try and action_count + sum(map(len, candidate)) > _MAX_TRIED_ACTIONS:
             if name in ORDERS:
                 continue
             break

@@ -24,7 +24,7 @@ LOCK = ".gpipe.lock"  # a file in the folder of a run or a sweep while a process
 _OLDER_LOCK = ".lock"  # the same of earlier versions, which may be at work there, or were killed there
 _HOLDER = re.compile(rb"(process \d+ on .*\n)?")  # what such a file holds
 _PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial")  # names of files that are being written
-MOST_BYTES = 2**24  # limit of a text file that is read whole: a thousand times the usual size
+MAX_BYTES = 2**24  # limit of a text file that is read whole: a thousand times the usual size
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system's answers to a call that it does not know
 # answers of file systems that do not rename, or not over a file that is there
 NOT_RENAMED = (*_NOT_OFFERED, errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY, errno.EXDEV)
@@ -115,20 +115,20 @@ def regular_size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """The content of a file. Raises OSError, also if it is not a regular file or has more than `most_bytes`."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The content of a file. Raises OSError, also if it is not a regular file or has more than `max_bytes`."""
     with naming(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         # files below /proc report a size of 0, and reading a file that has nothing yet returns None
-        content = (file.read(most_bytes + 1) or b"") if size <= most_bytes else b""
-    if max(size, len(content)) > most_bytes:
-        raise OSError(errno.EFBIG, f"has more than {most_bytes >> 20} MiB", str(path))
+        content = (file.read(max_bytes + 1) or b"") if size <= max_bytes else b""
+    if max(size, len(content)) > max_bytes:
+        raise OSError(errno.EFBIG, f"has more than {max_bytes >> 20} MiB", str(path))
     return content
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """The file's text without a byte-order mark. Raises OSError, also if a line, which it names, is not UTF-8."""
-    content = read_bytes(path, most_bytes)
+    content = read_bytes(path, max_bytes)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -136,7 +136,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         raise OSError(errno.EILSEQ, f"line {line} is not UTF-8: {error.reason}", str(path)) from error
 
 
-def read_json(path: Path, most_bytes: int = 2**28) -> Any:
+def read_json(path: Path, max_bytes: int = 2**28) -> Any:
     """The content of a JSON file.
 
     Raises:
@@ -144,7 +144,7 @@ def read_json(path: Path, most_bytes: int = 2**28) -> Any:
         ValueError: it is not JSON, is nested too deeply, or has a number of more digits than Python reads.
     """
     try:
-        return json.loads(read_bytes(path, most_bytes))
+        return json.loads(read_bytes(path, max_bytes))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
     except ValueError as error:

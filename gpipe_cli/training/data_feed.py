@@ -30,9 +30,9 @@ from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup, Stop
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.planner.layout import Layout
-from gpipe_cli.planner.model_profile import refuse_single_samples
+from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.files import read_bytes, write_whole
@@ -45,7 +45,7 @@ from gpipe_cli.units import first_few, plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
 TOKENIZER = "tokenizer"  # the folder there with the files of dataset.tokenizer
-_MOST_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
+_MAX_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def saved_vocabulary(run: Path) -> bytes | None:
     Raises InputError if it cannot be read.
     """
     try:
-        return read_bytes(run / VOCABULARY, _MOST_VOCABULARY_BYTES)
+        return read_bytes(run / VOCABULARY, _MAX_VOCABULARY_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -181,7 +181,7 @@ def look_for_data(
     return find_data(*_as_trained(config, checkpoint, required=required), with_headers=with_headers)
 
 
-def refuse_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
+def check_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
     """Raises InputError, before anything slow, if the data cannot be read or its number of samples does not suit the
     settings, of which those in `auto` have no values yet. `source`: the checkpoint that the run begins with."""
     train = look_for_data(config, source, required=config.resume is not None, with_headers=True).training
@@ -189,8 +189,8 @@ def refuse_data(config: TrainConfig, auto: Collection[str] = (), source: Path | 
         batches = mini_batches(config, train, training=True)
         if not auto:
             if config.batch_size is not None:
-                refuse_single_samples(config, config.batch_size)
-            refuse_short_last(config, batches)
+                check_single_samples(config, config.batch_size)
+            check_last_mini_batch(config, batches)
 
 
 class Data:
@@ -386,15 +386,15 @@ def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, r
     )
 
 
-def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
+def check_last_mini_batch(config: TrainConfig, batches: MiniBatches) -> None:
     """Raises InputError if the model or a replica cannot train on the last mini-batch of an epoch, which may
     have fewer samples than the others."""
     if config.batch_size is not None:
         smallest = min(batches.size(0, position) for position in range(batches.steps_per_epoch))
         if smallest < config.replicas:
             why = f"the last mini-batch of an epoch has {plural(smallest, 'sample')}, less than one for each"
-            raise RefusedError("replicas", config.replicas, f"{why}; use dataset.drop_last=true")
-        refuse_single_samples(config, smallest, last=smallest < config.batch_size)
+            raise InvalidSettingError("replicas", config.replicas, f"{why}; use dataset.drop_last=true")
+        check_single_samples(config, smallest, last=smallest < config.batch_size)
 
 
 def coming_batches(

@@ -72,10 +72,10 @@ def find_taking(
     match = CheckpointMatch.of("init_from", Path(config.init_from), checkpoint, config, model)
     shapes, saved_shapes = match.shapes, match.saved_shapes
     classifier = classifier_of(config, model) & shapes.keys()  # a tied matrix is taken with the embedding
-    _refuse_other_names(match, classifier)
+    _check_same_names(match, classifier)
     absent = frozenset(name for name in shapes if _layer(name) not in match.index.layers)  # an auxiliary head
-    match.refuse_other_tokens()
-    match.refuse_other_shapes(sorted(shapes.keys() - classifier - absent))
+    match.check_same_tokenizer()
+    match.check_same_shapes(sorted(shapes.keys() - classifier - absent))
     unfit = sorted(name for name in classifier - absent if saved_shapes.get(name) != shapes[name])
     if unfit and config.init_head == "keep":
         raise InputError(
@@ -87,8 +87,8 @@ def find_taking(
     new = absent if kept else absent | classifier
     taken = {name: tensor for name, tensor in saved_state(model).items() if name not in new}
     averages = taken if match.index.progress.ema_updates else {}
-    match.refuse_damaged({f"model/{name}": tensor for name, tensor in taken.items()})
-    match.refuse_damaged({f"ema/{name}": tensor for name, tensor in averages.items() if tensor.is_floating_point()})
+    match.check_tensors({f"model/{name}": tensor for name, tensor in taken.items()})
+    match.check_tensors({f"ema/{name}": tensor for name, tensor in averages.items() if tensor.is_floating_point()})
     return match, new
 
 
@@ -126,7 +126,7 @@ def _taken_facts(match: CheckpointMatch, new: frozenset[str], spec: PipelineSpec
     return (("taken", fact), ("new", "; ".join(said) or "nothing, the classifier is that run's"))
 
 
-def _refuse_other_names(match: CheckpointMatch, classifier: frozenset[str]) -> None:
+def _check_same_names(match: CheckpointMatch, classifier: frozenset[str]) -> None:
     """Raises InputError if the names of layers, or of tensors in them, differ; AmoebaNet's auxiliary head, a second
     classifier in the middle, may be in the model alone or in the checkpoint alone."""
     names, saved_names = match.shapes.keys(), match.saved_shapes.keys()
@@ -142,7 +142,7 @@ def _refuse_other_names(match: CheckpointMatch, classifier: frozenset[str]) -> N
         common = {*layers_here} & {*layers_there}
         only_here = [n for n in names if _layer(n) in common and n not in saved_names and n not in classifier]
         only_there = [n for n in saved_names if _layer(n) in common and n not in names]
-    match.refuse_other_names(only_here, only_there)
+    match.check_same_names(only_here, only_there)
 
 
 def _same_classes(match: CheckpointMatch, classes: Sequence[str] | None) -> bool:

@@ -60,7 +60,7 @@ class Milestones:
         """The number of the last step: `total_steps`, or `max_steps` if that is less."""
         return min(self.total_steps, self.config.max_steps or self.total_steps)
 
-    def refuse_finished(self, step: int) -> None:
+    def check_not_finished(self, step: int) -> None:
         """Raises InputError if a resumed run has done all its steps already."""
         if step < self.end_step:
             return
@@ -108,7 +108,7 @@ class DivergedError(RuntimeError):
     """The loss or the gradient norm is not finite."""
 
 
-def refuse_nonsense(config: TrainConfig, loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
+def check_finite(config: TrainConfig, loss: float, norm: float, step: int, epoch: int, rate: float) -> None:
     """Raises DivergedError if the loss or the gradient norm is not finite; `step` and `epoch` count from 1."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         scale = "per_sample" if config.learning_rate.name == "paper" else "peak"

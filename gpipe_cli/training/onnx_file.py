@@ -15,12 +15,12 @@ from torch import nn
 
 from gpipe_cli.assembly.build import greatest_lengths, model_inputs, outputs_of
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.errors import RefusedError, with_type
+from gpipe_cli.errors import InvalidSettingError, with_type
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
 from gpipe_cli.units import size
 
 # A file is a Protocol Buffers message of at most 2 GiB: https://protobuf.dev/programming-guides/proto-limits
-MOST_BYTES = 2**31 - 2**20  # of tensors; 1 MiB is left for the rest of the file
+MAX_BYTES = 2**31 - 2**20  # of tensors; 1 MiB is left for the rest of the file
 NAMES = {
     "classification": ("images",),
     "segmentation": ("images",),
@@ -28,7 +28,7 @@ NAMES = {
     "translation": ("source", "target"),
 }
 TOLERANCE = 1e-3  # greatest difference of a logit, as a share of the largest logit
-_MOST_SHOWN = 200  # characters of a library's error that are shown
+_MAX_SHOWN_CHARACTERS = 200  # characters of a library's error that are shown
 
 
 def onnx_content(
@@ -36,11 +36,11 @@ def onnx_content(
 ) -> tuple[bytes, bool]:
     """The ONNX file of `model` (in evaluation mode, on the CPU), and whether it takes batches of any size or only of 1.
 
-    Raises RefusedError for a model that cannot be exported.
+    Raises InvalidSettingError for a model that cannot be exported.
     """
     key, use = "format", "use format=safetensors"
-    if (needed := sum(tensor.nbytes for tensor in model.state_dict().values())) > MOST_BYTES:
-        raise RefusedError(key, "onnx", f"one file holds 2 GiB at most, the model has {size(needed)}; {use}")
+    if (needed := sum(tensor.nbytes for tensor in model.state_dict().values())) > MAX_BYTES:
+        raise InvalidSettingError(key, "onnx", f"one file holds 2 GiB at most, the model has {size(needed)}; {use}")
     why = ""
     for any_batch in (True, False):
         try:
@@ -49,10 +49,10 @@ def onnx_content(
         except Exception as error:  # from torch.export, the exporter, onnxruntime or the user's own layers
             while error.__cause__ is not None:
                 error = error.__cause__  # type: ignore[assignment]  # the exporter's own text is pages long
-            why = with_type(error)[:_MOST_SHOWN]
+            why = with_type(error)[:_MAX_SHOWN_CHARACTERS]
         if not why:
             return content, any_batch
-    raise RefusedError(key, "onnx", f"this model cannot be exported ({why}); {use}")
+    raise InvalidSettingError(key, "onnx", f"this model cannot be exported ({why}); {use}")
 
 
 def _exported(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, str], *, any_batch: bool) -> bytes:

@@ -65,14 +65,14 @@ class PipelinePart:
 
     def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> Compiled:
         """Compile all layers of this process for micro-batches of `sizes` samples of which the first layer is given
-        `inputs`; returns what was compiled. Raises RefusedError, which names the layer that does not compile."""
+        `inputs`; returns what was compiled. Raises InvalidSettingError, which names the layer that does not compile."""
         before = Compiled.so_far()
         for samples, (k, stage) in product(sizes, self.stages.items()):
             given = inputs_of(self.boundaries.training, k) if k else inputs
             stage.compile(given, samples, lengths)
         return Compiled.so_far() - before
 
-    def refuse_unfrozen(self) -> None:
+    def check_still_frozen(self) -> None:
         """Raises InputError for a parameter that is trained now, and was frozen when its stage was built, where its
         gradient would be lost: in a stage that runs no backward, with tied weights, or with replicas."""
         for stage in self.stages.values():

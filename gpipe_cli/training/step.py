@@ -103,7 +103,7 @@ def compute_gradients(
     """
     for stage in engine.stages.values():
         stage.counter.on = counts
-    engine.refuse_unfrozen()
+    engine.check_still_frozen()
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
     recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
     engine.sum_gradients(recording)
@@ -118,7 +118,7 @@ def compute_gradients(
     totals = None if objective is None else objective.begin_totals()
     owned = [parameter for k in engine.stages for parameter in engine.owned(k).values()]
     have = [number for number, parameter in enumerate(owned) if parameter.grad is not None]
-    padded = partial(_padded, to_host(norms), have, engine.spec.most_parameter_tensors)
+    padded = partial(_padded, to_host(norms), have, engine.spec.max_parameter_tensors)
     return StepNumbers(recording, stages, totals, norms, padded)
 
 
@@ -229,14 +229,14 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
     """Begin to gather the metrics of a step from all processes; the function returned waits for them. Recordings are
     converted to the clock of process 0."""
     spec, control = engine.spec, engine.control
-    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.most_parameter_tensors
-    most_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.of_pipeline))
+    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.max_parameter_tensors
+    max_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.of_pipeline))
 
     def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sums, stages, norms, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
         return sums, stages.view(spec.partitions, -1), norms, recorded
 
-    vector = torch.zeros(sum(sizes) + most_stages * room(engine.config.micro_batches), dtype=torch.float64)
+    vector = torch.zeros(sum(sizes) + max_stages * room(engine.config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
     for k, stage_metrics in numbers.stages.items():
         to_stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
@@ -258,7 +258,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
             of_process = iter(recordings[process].tolist())
             for stage in spec.layout.stages_of(process):
                 recorded[stage] = list(islice(of_process, MARKS * len(schedule.stages[stage]) + ENDS))
-        _refuse_different(engine, all_norms)
+        _check_gradients_agree(engine, all_norms)
         largest = torch.stack(all_stages).amax(dim=0).tolist()  # over processes, and so over replicas
         norm = float(global_norm(_without_padding(all_norms[: spec.layout.of_pipeline])))
         stages = tuple(StageMetrics(*values) for values in largest)
@@ -272,7 +272,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> Totals:
     return Totals(int(elements), *sums)
 
 
-def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
+def _check_gradients_agree(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
     """Raises InputError if a parameter has a gradient in some replicas only, and RuntimeError if its gradients have
     different norms in two replicas: their weights would diverge. `norms`, (P,) each, are those of all processes."""
     spec = engine.spec

@@ -22,7 +22,7 @@ from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Stop
 from gpipe_cli.distributed.rendezvous import Decision
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.pipeline.profile.layer_probes import probing
 from gpipe_cli.pipeline.runtime.module_state import putting_back
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators
@@ -34,10 +34,10 @@ from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.background_writer import CheckpointWriter
 from gpipe_cli.training.checkpoint.files import Progress, adopt, checkpoint_of, remove_drafts
 from gpipe_cli.training.checkpoint.restore import restore
-from gpipe_cli.training.data_feed import Data, MiniBatch, Reading, refuse_short_last
+from gpipe_cli.training.data_feed import Data, MiniBatch, Reading, check_last_mini_batch
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
+from gpipe_cli.training.milestones import Milestones, check_finite, is_best, score_of, starting_point
 from gpipe_cli.training.step import (
     StepMetrics,
     StepNumbers,
@@ -75,10 +75,10 @@ def train(
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
-    _refuse_other_cuts(control, spec)
+    _check_same_cuts(control, spec)
     readings = data.readings(control)
     training = readings.training
-    refuse_short_last(config, training.batches)
+    check_last_mini_batch(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
     # --- 3. Build this process's part of the pipeline, with initial weights or those of a checkpoint -------------
@@ -88,7 +88,7 @@ def train(
         restore(engine, resume_from, optimizer=True)
     notes = fine_tune(engine, source, data.classes)
     progress = replace(start, steps_per_epoch=training.batches.steps_per_epoch)
-    milestones.refuse_finished(progress.step)
+    milestones.check_not_finished(progress.step)
     compiled = _compile(engine, training.batches) if config.compile else None
     foreign = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
     if config.check_layers and not only_steps and foreign:
@@ -96,7 +96,7 @@ def train(
     recorded = _record_graphs(engine, training, progress) if engine.uses_graphs else None
 
     # --- 4. Write the first files into the run folder; the parent shows the banner -------------------------------
-    if control.leads:
+    if control.is_rank_zero:
         remove_drafts(folder)
         data.save_vocabulary(folder)  # first: a folder with a checkpoint can be resumed
         if resume_from is not None:
@@ -186,13 +186,11 @@ class Training:
             self.engine.control.gather(torch.zeros(0, dtype=torch.float64))  # only whether the run is to stop
             return lambda: None
         metrics = gather_metrics(self.engine, step.numbers)
-        return lambda: self._report(step, metrics()) if self.engine.control.leads else None
+        return lambda: self._report(step, metrics()) if self.engine.control.is_rank_zero else None
 
     def _report(self, step: "_LaunchedStep", metrics: StepMetrics) -> None:
         config, progress = self.engine.config, step.progress
-        refuse_nonsense(
-            config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate
-        )
+        check_finite(config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate)
         before = NO_TOTALS if progress.position == 1 else self.progress.epoch_totals
         self.progress = replace(self.progress, epoch_totals=before + metrics.totals)
         # a GPU begins a step when the previous step has ended, however early it was launched
@@ -215,7 +213,7 @@ class Training:
         self.progress = replace(progress, test=tested)
         if best:
             self.progress = replace(self.progress, best_score=score, best_step=step, best=tested)
-        if self.engine.control.leads:
+        if self.engine.control.is_rank_zero:
             self.process.report(replace(evaluated, is_best=best))
         return best
 
@@ -251,7 +249,7 @@ class Training:
         epoch = (step - 1) // self.progress.steps_per_epoch + 1
         _, evaluated = self._scores_of("test", step, epoch)
         self.readings.training.check_read(self.engine.control)
-        if self.engine.control.leads:
+        if self.engine.control.is_rank_zero:
             self.process.report(evaluated)
 
 
@@ -264,10 +262,10 @@ def evaluate_checkpoint(
     test = data.reading(control, "test")
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
-    facts = data.facts() if control.leads else events.DataFacts()
+    facts = data.facts() if control.is_rank_zero else events.DataFacts()
 
     def report(message: object) -> None:
-        if control.leads:
+        if control.is_rank_zero:
             process.report(message)
 
     report(events.EvaluationReady())
@@ -344,7 +342,7 @@ def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.
     return events.Scores(tokens, loss, top1, top5 if config.has_top5 else None, averaged)
 
 
-def _refuse_other_cuts(control: ControlGroup, spec: PipelineSpec) -> None:
+def _check_same_cuts(control: ControlGroup, spec: PipelineSpec) -> None:
     """Raises InputError if processes made different plans: under torchrun each plans by itself, on its own machine."""
     plans = control.collect((spec.layer_names, spec.recompute))
     if any(plan != plans[0] for plan in plans):
@@ -415,7 +413,7 @@ def _record_graphs(engine: Engine, training: Reading, progress: Progress) -> eve
     all_causes = {k: cause for part, _ in parts for k, cause in part.items()}
     lines = tuple(f"stage {k}: {cause}" for k, cause in sorted(all_causes.items()))
     if lines and engine.config.graphs is True:
-        raise RefusedError("graphs", True, f"{lines[0]}; use graphs=auto")
+        raise InvalidSettingError("graphs", True, f"{lines[0]}; use graphs=auto")
     return events.GraphsRecorded(spec.partitions - len(lines), lines, max(seconds for _, seconds in parts))
 
 

@@ -260,7 +260,7 @@ def translate(
     search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
     indices = choose(samples, samples if settings.sentences is None else settings.sentences)
     decoded = decode(engine, search, split, indices, lambda done: on_decoded(done, len(indices)))
-    return [] if split is None or not engine.control.leads else shown(split, indices, decoded)
+    return [] if split is None or not engine.control.is_rank_zero else shown(split, indices, decoded)
 
 
 def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:

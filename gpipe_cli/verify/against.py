@@ -37,7 +37,7 @@ from gpipe_cli.errors import with_type
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.tied_weights import trained_parameters
-from gpipe_cli.planner.model_profile import refuse_single_samples
+from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Action, Kind
 from gpipe_cli.system.accelerator import is_accelerator, wait_for_device
@@ -57,7 +57,7 @@ from gpipe_cli.verify.variants import first_mini_batch, layer_of, plain_model, r
 
 Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
 # The distance from our gradients, in units of what the order of summation explains, that is still no difference.
-MOST_UNITS = 16.0
+MAX_UNITS = 16.0
 EPSILON: Mapping[Precision, float] = {"float32": 2**-23, "tf32": 2**-10, "bfloat16": 2**-7}
 WARM_UP_STEPS = 2  # these steps are not timed: torch runs a micro-batch to learn its shapes, and files are written
 
@@ -102,7 +102,7 @@ def run(
     begun_bytes = 0 if is_accelerator(device) else begun_bytes
     reading = data.reading(control, "training")
     samples = reading.batches.size(0, 0)
-    refuse_single_samples(config, samples)
+    check_single_samples(config, samples)
     way: _Ours | _Torch | _Whole
     seconds = []
     try:
@@ -347,7 +347,7 @@ class Distance:
 
     units: float  # of the layer below; 0: all bits are the same; infinite: not finite, or ours is zero
     share: float  # the distance as a share of our gradient's norm, in the same layer
-    layer: str | None  # the first in the order of the backward with more than MOST_UNITS; else that with the most
+    layer: str | None  # the first in the order of the backward with more than MAX_UNITS; else that with the most
 
 
 def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequence[str], share: float) -> Distance:
@@ -369,7 +369,7 @@ def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequen
         units = math.inf if math.isnan(units) else units
         if units > most.units:
             most = Distance(units, away / norm if norm else math.inf, layer)
-        if units > MOST_UNITS:
+        if units > MAX_UNITS:
             break
     return most
 

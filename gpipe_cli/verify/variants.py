@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import mix_in, seed_generator, step_seed
-from gpipe_cli.planner.model_profile import refuse_single_samples
+from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.system.accelerator import generators
@@ -163,7 +163,7 @@ def check(
             if checking.control.size > 1:
                 raise  # the other processes would wait for this process until the timeout
             continue
-        if checking.control.leads:
+        if checking.control.is_rank_zero:
             process.report(row)
     checking.control.barrier()
 
@@ -206,7 +206,7 @@ class _Checking:
         self._samples = self._reading.batches.size(0, 0)
         self._current = What.OUTPUT, 0  # kind of results of the layers that run now, and their micro-batch
         if not any(folder.iterdir()):
-            refuse_single_samples(config, self._samples)
+            check_single_samples(config, self._samples)
             process.report(MiniBatchRead(micro_batch_sizes(self._samples, config.micro_batches)))
 
     def row(self, variant: Variant) -> Row:

@@ -87,7 +87,7 @@ class Trial:
             return any(self.folder.glob("checkpoints/.*.writing"))
         return moment == "any" or self.done() != NOTHING
 
-    def refuse_remains(self) -> None:
+    def check_nothing_left(self) -> None:
         """End the program if the ended command has left processes, files or a traceback."""
         until = time.monotonic() + PATIENCE_SECONDS
         while left := [*self.processes().values(), *self._temporary.iterdir()]:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 code = program.wait()
                 if code != 0 and kill[-1] == "none":
                     raise SystemExit(f"{trial.folder.name}: exit code {code}\n{trial.log.read_text(encoding='utf-8')}")
-                trial.refuse_remains()
+                trial.check_nothing_left()
                 print(ROW.format(run, partitions, begins, *kill, trial.done(), code), flush=True)
             print(f"{'':<9}{trial.folder.name}: {compare(trial.folder, undisturbed.folder)}", flush=True)
         print(f"{kills} kills, {runs} runs: nothing left behind, no bit that differs")

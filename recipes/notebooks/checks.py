@@ -105,7 +105,7 @@ def _read(answer: str, partitions: int, micro_batches: int) -> Schedule:
         return read_schedule(str(file), partitions, micro_batches)
 
 
-def _most_kept(schedule: Schedule) -> list[int]:
+def _max_kept(schedule: Schedule) -> list[int]:
     """For each stage, the most micro-batches of which it holds the activations at once."""
     return [max(held.graph + held.input for held in live(actions)) for actions in schedule.stages]
 
@@ -125,7 +125,7 @@ def _one_f_one_b(answer: str) -> str | None:
         return str(error)
     _graded(schedule)
     known = order("1f1b", 2, 4)
-    kept, allowed = _most_kept(schedule), _most_kept(known)
+    kept, allowed = _max_kept(schedule), _max_kept(known)
     for stage, (found, most) in enumerate(zip(kept, allowed, strict=True)):
         if found > most:
             return f"stage {stage} keeps {found} micro-batches at once; 1F1B returns one before it takes more"
@@ -138,13 +138,13 @@ def _one_f_one_b(answer: str) -> str | None:
     return "gpipe check finds other gradients" if different else None
 
 
-def _least_memory(answer: str) -> str | None:
+def _min_memory(answer: str) -> str | None:
     try:
         schedule = _read(answer, 2, 4)
     except ScheduleError as error:
         return str(error)
     _graded(schedule)
-    most = max(_most_kept(schedule))
+    most = max(_max_kept(schedule))
     if most > 1:
         return f"a stage keeps {most} micro-batches at once; begin one only after both stages have returned the last"
     return None
@@ -268,7 +268,7 @@ CHECKS: Mapping[str, Callable[[Any], str | None]] = {
     "1b": _bubble_share,
     "1c": _enough,
     "2a": _one_f_one_b,
-    "2b": _least_memory,
+    "2b": _min_memory,
     "2c": lambda answer: _mended(*answer),
     "3a": lambda answer: _kept_bytes(answer, "never"),
     "3b": lambda answer: _kept_bytes(answer, "always"),

@@ -13,7 +13,7 @@ from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.masks import MaskFiles
 from gpipe_cli.data.readers import Files, Samples
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.errors import InputError, RefusedError
+from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.training.data_feed import MiniBatch, Reading
 
 FIRST = torch.tensor([0])
@@ -95,17 +95,19 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
             opened("image_masks", root, num_classes=2, augmentation=None)
     Image.fromarray(np.eye(8, 12, dtype=np.uint8) * 255).save(mask)  # all of 255 was left out without a word
-    with pytest.raises(RefusedError, match=r"^dataset\.root=.*0 and 255 only.*1 for the other class"):
+    with pytest.raises(InvalidSettingError, match=r"^dataset\.root=.*0 and 255 only.*1 for the other class"):
         opened("image_masks", root, num_classes=2, augmentation=None)
     twin = root / "train" / "images" / "a.png"
     write_image(twin, size=(12, 8))
     with pytest.raises(
-        RefusedError, match=r"^dataset\.root=.*a\.jpg' and '.*a\.png' have the same name; remove or rename"
+        InvalidSettingError, match=r"^dataset\.root=.*a\.jpg' and '.*a\.png' have the same name; remove or rename"
     ):
         opened("image_masks", root, num_classes=2, augmentation=None)
     twin.unlink()
     mask.unlink()
-    with pytest.raises(RefusedError, match=r"^dataset\.root=.*no mask for 1 of 1 images \(a, \.\.\.\); add them"):
+    with pytest.raises(
+        InvalidSettingError, match=r"^dataset\.root=.*no mask for 1 of 1 images \(a, \.\.\.\); add them"
+    ):
         opened("image_masks", root, num_classes=2, augmentation=None)
 
 
@@ -119,12 +121,14 @@ def test_a_split_without_a_valid_target_is_refused(tmp_path: Path) -> None:
         mask = root / split / "masks" / "a.png"
         whole = mask.read_bytes()
         Image.fromarray(values).save(mask)
-        with pytest.raises(RefusedError, match=rf"^dataset\.root=.*the {name} images .*255.*give masks with classes$"):
+        with pytest.raises(
+            InvalidSettingError, match=rf"^dataset\.root=.*the {name} images .*255.*give masks with classes$"
+        ):
             opened("image_masks", root, num_classes=2, augmentation=None)
         write_image(root / split / "images" / "b.jpg", size=(12, 8))
         (root / split / "masks" / "b.png").write_bytes(whole)
     opened("image_masks", root, num_classes=2, augmentation=None)
-    with pytest.raises(RefusedError, match=r"another share dataset\.validation$"):  # of which a set has no class
+    with pytest.raises(InvalidSettingError, match=r"another share dataset\.validation$"):  # of which a set has no class
         opened("image_masks", root, num_classes=2, augmentation=None, validation=0.5)
 
 

@@ -11,7 +11,7 @@ from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.splits import divide
 from gpipe_cli.data.text import TextSplit, open_text
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1 / 3, 0.5, 0.97])
@@ -20,7 +20,7 @@ def test_a_share_of_each_stratum_is_taken(sizes: tuple[int, ...], share: float) 
     strata = torch.cat([torch.full((size,), number) for number, size in enumerate(sizes)])
     strata = strata[torch.randperm(len(strata), generator=torch.Generator().manual_seed(1))]
     if round(sum(sizes) * share) == 0:
-        with pytest.raises(RefusedError, match=r"^dataset\.validation=0\.01: .*dataset\.validation=null"):
+        with pytest.raises(InvalidSettingError, match=r"^dataset\.validation=0\.01: .*dataset\.validation=null"):
             divide(strata, "dataset.validation", share, seed=0)
         return
     staying, taken = divide(strata, "dataset.validation", share, seed=0)
@@ -55,13 +55,13 @@ def test_images_are_held_out_by_class(tmp_path: Path) -> None:
 def test_a_folder_of_classes_is_split_by_a_share(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         write_images(tmp_path / name, *(f"{number}.png" for number in range(10)))
-    with pytest.raises(RefusedError, match=r"dataset\.test=0\.2"):
+    with pytest.raises(InvalidSettingError, match=r"dataset\.test=0\.2"):
         opened("image_folder", tmp_path, num_classes=2)
     splits = opened("image_folder", tmp_path, num_classes=2, test=0.2, validation=0.25)
     assert [len(split.samples.targets) for _, split in splits.each()] == [12, 4, 4]
     assert splits.test.samples.class_names == ("cat", "dog")
     (tmp_path / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(RefusedError, match=r"dataset\.test=null"):
+    with pytest.raises(InvalidSettingError, match=r"dataset\.test=null"):
         opened("image_folder", tmp_path, num_classes=2, test=0.2)
 
 
@@ -120,5 +120,5 @@ def test_a_folder_of_its_own_may_be_the_validation_set(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     (tmp_path / "test").rmdir()
     for name in ("text_files", "parallel_text"):
-        with pytest.raises(RefusedError, match=r"^dataset\.validation=val: .*test.*dataset\.validation=0\.1"):
+        with pytest.raises(InvalidSettingError, match=r"^dataset\.validation=val: .*test.*dataset\.validation=0\.1"):
             open_text(TextConfig(name, temperature=1.0 if name != "text_files" else None, **config), length=8, seed=0)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 from training_runs import wait_until
 
 from gpipe_cli.distributed.heartbeat import Heartbeat
-from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.distributed.torchrun_env import Torchrun
 
 LIMIT = 1.0  # seconds
 

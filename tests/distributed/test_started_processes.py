@@ -10,16 +10,16 @@ from training_runs import SMALL, command
 
 from gpipe_cli.distributed import rendezvous
 from gpipe_cli.distributed.rendezvous import store
-from gpipe_cli.distributed.torchrun import Torchrun, torchrun, waiting_at_most
+from gpipe_cli.distributed.torchrun_env import Torchrun, limit_waits, read_torchrun_env
 
 
 def test_the_processes_of_torchrun_know_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM's numbers, which are set in a shell of an allocation too, say nothing."""
     monkeypatch.setenv("SLURM_PROCID", "1")
-    assert torchrun() is None
+    assert read_torchrun_env() is None
     for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "node7"), ("RANK", "2")):
         monkeypatch.setenv(name, value)
-    assert torchrun() == Torchrun(rank=2, processes=4, here=2, local_rank=0)
+    assert read_torchrun_env() == Torchrun(rank=2, processes=4, here=2, local_rank=0)
 
 
 def test_waiting_for_process_0_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_command_of_one_process_names_them_too(left_over: str, capfd: pytest.C
 
 def test_what_listens_and_is_no_store_is_not_waited_for_long(left_over: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's store waits for an answer without end, in C++. Process 0 cannot begin a store there."""
-    with socket.create_server(("localhost", int(left_over))), waiting_at_most(0.5):
+    with socket.create_server(("localhost", int(left_over))), limit_waits(0.5):
         with pytest.raises(TimeoutError, match=r"no answer from process 0 within 0\.5 s"):
             store()
         with pytest.raises(ConnectionError, match=f"MASTER_PORT={left_over}: there is no store") as caught:

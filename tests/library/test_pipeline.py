@@ -26,7 +26,7 @@ from training_runs import assert_same_tensors
 import gpipe_cli
 from gpipe_cli import Pipeline
 from gpipe_cli.config.typed import typed
-from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.library import parts
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError

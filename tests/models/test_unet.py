@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.models.skips import Sequence
 from gpipe_cli.models.unet import unet
 from gpipe_cli.units import count
@@ -73,7 +73,7 @@ def test_it_computes_what_an_ordinary_unet_does(num_convs: int) -> None:
 def test_a_size_that_cannot_be_halved_is_refused(image_size: int, use: str) -> None:
     """4 pixels halved twice are one, which instance norm cannot normalize."""
     with pytest.raises(
-        RefusedError, match=rf"^dataset\.image_size={image_size}: .*use {use}, or a smaller model\.depth$"
+        InvalidSettingError, match=rf"^dataset\.image_size={image_size}: .*use {use}, or a smaller model\.depth$"
     ):
         small(image_size=image_size)
     nearest = re.findall(r"\d+", use)

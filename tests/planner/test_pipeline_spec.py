@@ -7,7 +7,7 @@ import torch
 from plan_runs import traced
 from training_runs import SMALL, TINY, command, configure, spec_of
 
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.torchrun_env import read_torchrun_env
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner import layout
 from gpipe_cli.planner.layout import layout_of
@@ -22,10 +22,10 @@ def placed(*settings: str) -> PipelineSpec:
 def test_processes_follow_the_executor() -> None:
     turns, spread = (placed("partitions=3", f"executor={executor}") for executor in ("in_process", "distributed"))
     assert (turns.layout.distributed, turns.layout.processes, turns.layout.stages_of(0)) == (False, 1, (0, 1, 2))
-    assert turns.most_parameter_tensors == sum(turns.parameter_tensors)
+    assert turns.max_parameter_tensors == sum(turns.parameter_tensors)
     assert (spread.layout.distributed, spread.layout.processes) == (True, 3)
     assert [spread.layout.stages_of(process) for process in range(3)] == [(0,), (1,), (2,)]
-    assert spread.most_parameter_tensors == max(spread.parameter_tensors)
+    assert spread.max_parameter_tensors == max(spread.parameter_tensors)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(InputError, match=r"partitions=2: torchrun started 3 processes, and each needs a stage; use"):
-        layout_of(configure(*TINY, "partitions=2"), torchrun())
-    found = layout_of(configure(*TINY, "partitions=5"), torchrun())
+        layout_of(configure(*TINY, "partitions=2"), read_torchrun_env())
+    found = layout_of(configure(*TINY, "partitions=5"), read_torchrun_env())
     assert found.process_of_stage == (0, 0, 1, 1, 2)
     assert {found.devices[k] for k in range(5) if found.process_of_stage[k] == rank} == {f"cuda:{local_rank}"}
     assert found.first_stages_here == (1 if rank == 0 else 0), "the other machine loads nothing"

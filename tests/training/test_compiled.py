@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.models.amoebanet import ScheduledDropPath
 from gpipe_cli.pipeline.runtime.compilation import Compiled
@@ -76,7 +76,7 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFi
 @needs_compiler
 def test_a_layer_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
     config = configure(*SETTINGS, "model.target=custom_models:norms_twice", "dataset.num_classes=4", "partitions=1")
-    with pytest.raises(RefusedError, match=r"compile=true: layer 1 .*compile=false$"):
+    with pytest.raises(InvalidSettingError, match=r"compile=true: layer 1 .*compile=false$"):
         train_here(config, tmp_path)
 
 
@@ -95,13 +95,16 @@ def test_a_layer_that_changes_from_call_to_call_is_named(tmp_path: Path) -> None
 def test_without_a_compiler_nothing_is_compiled(tmp_path: Path) -> None:
     from torch._inductor import config as inductor
 
-    with inductor.patch("cpp.cxx", ("/no/such/compiler",)), pytest.raises(RefusedError, match=r"C\+\+.*compile=false$"):
+    with (
+        inductor.patch("cpp.cxx", ("/no/such/compiler",)),
+        pytest.raises(InvalidSettingError, match=r"C\+\+.*compile=false$"),
+    ):
         train_here(configure(*SETTINGS, "partitions=1"), tmp_path)
 
 
 @pytest.mark.parametrize("settings", [["model=transformer_nmt"], ["model.drop_path=0.1"]])
 def test_what_changes_in_every_step_is_refused(settings: list[str]) -> None:
-    with pytest.raises(RefusedError, match=r"compile=true: .*compile=false"):
+    with pytest.raises(InvalidSettingError, match=r"compile=true: .*compile=false"):
         configure(*settings, "compile=true")
 
 

@@ -204,7 +204,7 @@ def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_th
     assert_same_tensors(final_tensors(Path("run")), final_tensors(Path("whole")))
 
 
-def refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: str) -> None:
+def check_failed_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: str) -> None:
     """Before that only what is asked for and being done is named, no folder that is never made."""
     captured = capsys.readouterr()
     assert all(", K = " in shown or shown.endswith(" ...") for shown in captured.out.splitlines())
@@ -240,21 +240,21 @@ def test_data_devices_and_ranges_are_looked_at_before_layers(
     monkeypatch.setattr(model_profile, "_profile", lambda *_: pytest.fail("layers were traced"))
     monkeypatch.setattr("gpipe_cli.planner.data_sheet.usable_gpus", tuple)  # also where there are some
     assert command(*line.split()) == 2
-    refused_in_one_line(capsys, tmp_path, refusal)
+    check_failed_in_one_line(capsys, tmp_path, refusal)
 
 
 def test_what_one_worker_of_two_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second has a layer that cannot be pipelined."""
     model = ["model=custom", "model.target=custom_models:halves_unseen", "partition.balance=[1,4]"]
     assert command("train", *TINY[2:], "dataset.image_size=8", *model, "partitions=2") == 2
-    refused_in_one_line(capsys, tmp_path, "model=custom")
+    check_failed_in_one_line(capsys, tmp_path, "model=custom")
 
 
 def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = SMALL
     train_here(configure(*settings, "partitions=1", "executor=in_process", "epochs=1"), tmp_path / "done")
     assert command("train", "resume=done", NAMED, "partitions=2") == 2
-    refused_in_one_line(capsys, tmp_path, "resume=done: that run has done 3 steps, and epochs allows 3;")
+    check_failed_in_one_line(capsys, tmp_path, "resume=done: that run has done 3 steps, and epochs allows 3;")
     # a position in the data means something else with other mini-batches or another order; layers were timed before
     for setting in ("batch_size=4", "seed=9"):
         assert command("train", "resume=done", NAMED, "epochs=2", "cost=measured_anew", setting) == 2

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_tensors, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.data.micro_batches import share_of
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.training import pipeline_part, train_loop
@@ -58,7 +58,7 @@ def test_replayed_stages_give_the_same_bits(model: str, monkeypatch: pytest.Monk
 
 def test_a_stage_that_cannot_be_replayed_is_refused_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = [*SMALL, *settings_of("amoebanet", monkeypatch)]
-    with pytest.raises(RefusedError, match=r"^graphs=true: stage 0: layer .*use graphs=auto$"):
+    with pytest.raises(InvalidSettingError, match=r"^graphs=true: stage 0: layer .*use graphs=auto$"):
         train_here(configure(*settings, "graphs=true"), Path("run"))
 
 

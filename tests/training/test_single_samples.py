@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from training_runs import command, configure, of_type, train_here
 
-from gpipe_cli.planner.model_profile import refuse_single_samples
+from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.training.events import StepDone
 
 DATA = [
@@ -41,6 +41,6 @@ def test_every_command_refuses_a_full_mini_batch_of_single_samples(
         line = capsys.readouterr().err
         assert line.startswith(f"gpipe {name}: micro_batches=4: ")
         assert "use batch_size=8 or more, or micro_batches=2 or fewer" in line
-    refuse_single_samples(configure(*settings, "micro_batches=2"), 5)
-    refuse_single_samples(configure(*settings), 8)
-    refuse_single_samples(configure(*DATA, "model.filters=4"), 4)  # whose maps are larger than a pixel
+    check_single_samples(configure(*settings, "micro_batches=2"), 5)
+    check_single_samples(configure(*settings), 8)
+    check_single_samples(configure(*DATA, "model.filters=4"), 4)  # whose maps are larger than a pixel

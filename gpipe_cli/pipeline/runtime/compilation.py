@@ -25,14 +25,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.models.skips import Stash
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms
 from gpipe_cli.system.accelerator import is_accelerator
 
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others uncompiled
-_MOST_RECOMPILATIONS = 4  # allowed per layer, such as for inputs that need no gradient
+_MAX_RECOMPILATIONS = 4  # allowed per layer, such as for inputs that need no gradient
 _REASON_CHARACTERS = 200
 
 
@@ -58,34 +58,38 @@ class Compiled:
         return Compiled(self.graphs - other.graphs, self.made - other.made, self.found - other.found)
 
 
-def refuse_missing(device: torch.device) -> None:
-    """Raise RefusedError if torch.compile does not support this Python, or the device's compiler is missing."""
+def check_compiler(device: torch.device) -> None:
+    """Raise InvalidSettingError if torch.compile does not support this Python, or the device's compiler is missing."""
     if not torch._dynamo.is_dynamo_supported():
         version = ".".join(map(str, sys.version_info[:3]))
-        raise _refused(f"torch {torch.__version__} does not compile on Python {version}")
+        raise _compile_error(f"torch {torch.__version__} does not compile on Python {version}")
     if is_accelerator(device):
         from torch.utils._triton import has_triton_package
 
         if not has_triton_package():
-            raise _refused("Triton is not installed, which makes the code of GPUs; install it")
+            raise _compile_error("Triton is not installed, which makes the code of GPUs; install it")
         return
     from torch._inductor import cpp_builder, exc
 
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        raise _refused("there is no C++ compiler here, which code of CPUs needs; install g++, or say CXX=...") from None
+        raise _compile_error(
+            "there is no C++ compiler here, which code of CPUs needs; install g++, or say CXX=..."
+        ) from None
 
 
 def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
     """Make every layer of `module` run compiled in training mode, its batch norms writing to `statistics`. Raises
-    RefusedError for a layer with a `forward` set on the object, and InputError as `tracking_norms` does."""
+    InvalidSettingError for a layer with a `forward` set on the object, and InputError as `tracking_norms` does."""
     numbers = {norm: statistics.register(norm) for norm in tracking_norms(module)}
     for name, layer in module.named_children():
         if isinstance(layer, Stash):  # it returns its input: there is nothing to compile
             continue
         if "forward" in vars(layer):
-            raise _refused(f"layer {name} has a forward of its own, as an attribute of the object; give it a class")
+            raise _compile_error(
+                f"layer {name} has a forward of its own, as an attribute of the object; give it a class"
+            )
         norms = {norm: numbers[norm] for norm in layer.modules() if norm in numbers}
         vars(layer)["forward"] = _CompiledForward(name, module, layer, statistics, norms)
 
@@ -130,9 +134,9 @@ class _CompiledForward:
             with naming_layer(self._name):
                 returned = _compiled()(self._layer, value)
             self._recompilations += was_compiled and Compiled.so_far().graphs > graphs_before
-            if self._recompilations > _MOST_RECOMPILATIONS:
+            if self._recompilations > _MAX_RECOMPILATIONS:
                 why = f"layer {self._name} is compiled again and again, as something in it changes from step to step"
-                raise _refused(why)
+                raise _compile_error(why)
         finally:
             for norm, tracked in redirected.items():
                 put_back(norm, tracked)
@@ -148,7 +152,9 @@ class _CompiledForward:
             if not norm.training:
                 return
             if norm in values_per_channel:
-                raise _refused(f"layer {self._name} applies a batch norm twice, which is not tracked in compiled code")
+                raise _compile_error(
+                    f"layer {self._name} applies a batch norm twice, which is not tracked in compiled code"
+                )
             values_per_channel[norm] = inputs[0].numel() // norm.num_features
 
         if not self._norms:
@@ -177,7 +183,7 @@ class _CompiledForward:
 
 @contextmanager
 def naming_layer(name: str) -> Iterator[None]:
-    """Inside, an error of torch's compiler becomes a RefusedError that names the layer."""
+    """Inside, an error of torch's compiler becomes a InvalidSettingError that names the layer."""
     try:
         yield
     except Exception as error:
@@ -185,7 +191,7 @@ def naming_layer(name: str) -> Iterator[None]:
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = "; ".join(line.removeprefix("Explanation: ").rstrip(".") for line in lines[:2]) or type(error).__name__
-        raise _refused(f"layer {name} cannot be compiled ({reason[:_REASON_CHARACTERS]})") from error
+        raise _compile_error(f"layer {name} cannot be compiled ({reason[:_REASON_CHARACTERS]})") from error
 
 
 def _is_of_compiler(error: BaseException) -> bool:
@@ -196,8 +202,8 @@ def _is_of_compiler(error: BaseException) -> bool:
     return isinstance(error, (*tracing, inductor_errors.CppCompileError, inductor_errors.InvalidCxxCompiler))
 
 
-def _refused(why: str) -> RefusedError:
-    return RefusedError("compile", True, f"{why}; or use compile=false")
+def _compile_error(why: str) -> InvalidSettingError:
+    return InvalidSettingError("compile", True, f"{why}; or use compile=false")
 
 
 def _forward(layer: nn.Module, value: Any) -> Any:

@@ -59,7 +59,7 @@ class BatchStatistics:
         self._norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
         self._slots: dict[int, Moments] = {}  # by micro-batch; reused in every step
         self._open: Moments | None = None
-        self._most_slots: int | None = None  # of a micro-batch, in any replica's first step
+        self._max_slots: int | None = None  # of a micro-batch, in any replica's first step
         # running statistics changed by the newest mini-batch, each with that mini-batch's own value
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -135,9 +135,9 @@ class BatchStatistics:
         newest: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         in_order = [slots for _, slots in sorted(self._slots.items())]
         most = max(map(len, in_order), default=0)
-        if self._norms and self._most_slots is None and of_replicas is not alone:  # a replica may have had no sample
-            self._most_slots = int(max(of_replicas(self._norms[0].running_mean.new_tensor([most]))))
-        for number in range(max(most, self._most_slots or 0)):
+        if self._norms and self._max_slots is None and of_replicas is not alone:  # a replica may have had no sample
+            self._max_slots = int(max(of_replicas(self._norms[0].running_mean.new_tensor([most]))))
+        for number in range(max(most, self._max_slots or 0)):
             used = [slots[number] for slots in in_order if len(slots) > number and slots[number].counts]
             for running, value in self._merge(used, of_replicas):
                 newest.setdefault(id(running), (running, []))[1].append(value)

@@ -96,7 +96,7 @@ class P2PTransport:
         sent = []
         shapes = self._shapes_at(edge, self._sizes[action.micro_batch])
         for tensor, described, shape in zip(tensors, self._boundary(edge), shapes, strict=True):
-            self._refuse_other(action, tensor, described, shape)
+            self._check_as_expected(action, tensor, described, shape)
             if tensor is not None:
                 sent.append(as_sent(tensor.detach(), self._memory_format))
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
@@ -104,7 +104,7 @@ class P2PTransport:
         with self._waiting(f"send to process {link.peer}"):
             self._sends.append((sent, link.send(sent)))
 
-    def _refuse_other(
+    def _check_as_expected(
         self, action: Action, tensor: torch.Tensor | None, described: BoundaryTensor, expected: tuple[int, ...]
     ) -> None:
         """Raises InputError for a tensor that is not as the receiver expects it, by the trace of the model; `expected`:

@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.runtime.boundary import (
     in_layout,
     without_graph,
 )
-from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
+from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layers, naming_layer
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
@@ -86,7 +86,7 @@ class Stage:
     nothing. Layers compute in `computed_in` where autocast uses it; `compiled`: in training they run compiled by
     torch.compile.
 
-    Raises RefusedError if layers cannot be compiled here, and InputError as `tracking_norms` does.
+    Raises InvalidSettingError if layers cannot be compiled here, and InputError as `tracking_norms` does.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Stage:
         self._generators = generators(device)
         self._in_layout = partial(in_layout, memory_format=memory_format)
         if compiled:
-            refuse_missing(device)
+            check_compiler(device)
             compile_layers(module, self.statistics)
         else:
             defer_batch_norms(module, self.statistics)
@@ -195,7 +195,7 @@ class Stage:
             ):
                 leaves, outputs = self._compute(inputs, graph, self._seed(micro_batch))
                 if graph:
-                    self._refuse_new_gradients(outputs)
+                    self._check_no_new_gradients(outputs)
                 results = self._close(micro_batch, outputs, graph, observe=True)
             if graph:
                 self._keep(micro_batch, _InFlight(leaves, _roots(results)))
@@ -213,7 +213,7 @@ class Stage:
             return
         with self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._buffers.restored(saved.changed):
             leaves, outputs = self._compute(saved.inputs, True, self._seed(micro_batch))
-            self._refuse_new_gradients(outputs)
+            self._check_no_new_gradients(outputs)
             results = self._close(micro_batch, outputs, True, observe=False)
         self._keep(micro_batch, _InFlight(leaves, _roots(results)))
 
@@ -331,8 +331,8 @@ class Stage:
     def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
         """Compile all layers for micro-batches of `samples`: each runs forward and backward once, on zeros.
 
-        `inputs` describes what the first layer gets. Gradients and buffers stay as they are. Raises RefusedError, which
-        names the layer that does not compile.
+        `inputs` describes what the first layer gets. Gradients and buffers stay as they are. Raises
+        InvalidSettingError, which names the layer that does not compile.
         """
         with using_device(self.device), putting_back(self.module) as attributes:
             # all but the buffers of modules stay: compiled code relies on what a first call leaves in attributes
@@ -466,7 +466,7 @@ class Stage:
     def _autocast(self) -> AbstractContextManager[None]:
         return _NOTHING if self._computed_in is None else autocast(self.device, self._computed_in)
 
-    def _refuse_new_gradients(self, outputs: Tensors) -> None:
+    def _check_no_new_gradients(self, outputs: Tensors) -> None:
         """Raises InputError for an output that requires a gradient, and did not when the model was traced: none would
         come back."""
         for tensor, described in zip(outputs, self._outputs, strict=False):

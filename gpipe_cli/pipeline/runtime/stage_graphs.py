@@ -47,10 +47,10 @@ from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_of
 from gpipe_cli.system.accelerator import generators, is_accelerator, wait_for_device
 
-_MOST_SHAPES = 16  # for which a stage has graphs: each takes memory of the driver, which no plan counts
-_MOST_CHANGES = 8  # after which a stage is not recorded again
-_MOST_MISSES = 4  # times that other outputs get a gradient than before
-_MOST_BYTES = 1 << 20  # of what is compared before each step
+_MAX_SHAPES = 16  # for which a stage has graphs: each takes memory of the driver, which no plan counts
+_MAX_CHANGES = 8  # after which a stage is not recorded again
+_MAX_MISSES = 4  # times that other outputs get a gradient than before
+_MAX_BYTES = 1 << 20  # of what is compared before each step
 _SCALARS = (bool, int, float, str, type(None), tuple)
 _DATA = frozenset((*_SCALARS, complex, bytes, list, dict, set))
 _CODE = type, ModuleType, FunctionType, BuiltinFunctionType
@@ -185,7 +185,7 @@ class StageGraphs:
         frozen = self._frozen.get(self._module.training)
         changed = "" if frozen is None or self._given_up else frozen.changed()
         self._changes += bool(changed)
-        if changed and (self._changes > _MOST_CHANGES or self.rehearsing):
+        if changed and (self._changes > _MAX_CHANGES or self.rehearsing):
             self._give_up(f"{changed} changes between steps")
         if self._given_up or changed:
             self.forget()
@@ -206,7 +206,7 @@ class StageGraphs:
         slot = next((slot for slot in made if slot.number not in self._busy), None)
         if slot is None:
             recorded_shapes = {shapes for _, shapes, training in self._slots if training == self._module.training}
-            if shapes not in recorded_shapes and len(recorded_shapes) >= _MOST_SHAPES:
+            if shapes not in recorded_shapes and len(recorded_shapes) >= _MAX_SHAPES:
                 return None
             tried = self._step >= self._next_try and may_record()
             slot = self._make(key, inputs, seeds, prove=not made) if tried else None
@@ -253,7 +253,7 @@ class StageGraphs:
             del self._slots[slot.key]
         self._misses += self._reached.get(slot.key, reached) != reached
         self._reached[slot.key] = reached
-        if self._misses > _MOST_MISSES:
+        if self._misses > _MAX_MISSES:
             self._give_up("which of its outputs get a gradient changes from step to step")
         return False
 
@@ -607,7 +607,7 @@ class _Frozen:
             pickler.dump(_variables(value) if isinstance(value, FunctionType) else value)
         except Exception:  # objects themselves say what they consist of
             return "cannot be compared from step to step"
-        return described.getvalue() if described.tell() <= _MOST_BYTES else "is too large to be compared in each step"
+        return described.getvalue() if described.tell() <= _MAX_BYTES else "is too large to be compared in each step"
 
     def _current(self) -> list[Any]:
         """Where each tensor is and whether it is trained, and the mode of each module."""

@@ -20,8 +20,8 @@ from gpipe_cli.results.measures import MEASURES, Measure
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import spans
 
-MOST_NAMING = 3  # settings in a name; if more differ, runs are named by their folders
-MOST_LISTED = 8  # words of a list in a sentence
+MAX_SETTINGS_IN_NAME = 3  # settings in a name; if more differ, runs are named by their folders
+MAX_LISTED_WORDS = 8  # words of a list in a sentence
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ def names(runs: Sequence[RunRecord]) -> list[str]:
 def listed(words: Sequence[str]) -> str:
     """`a, b, and 3 more`; with semicolons where a word has commas of its own."""
     separator = "; " if any("=" in word and "," in word for word in words) else ", "
-    more = [f"and {len(words) - MOST_LISTED:,} more"] if len(words) > MOST_LISTED else []
-    return separator.join([*words[:MOST_LISTED], *more])
+    more = [f"and {len(words) - MAX_LISTED_WORDS:,} more"] if len(words) > MAX_LISTED_WORDS else []
+    return separator.join([*words[:MAX_LISTED_WORDS], *more])
 
 
 def _by_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
     """Whether few enough settings differ to name the runs by them. Two runs keep their names: the settings are rows."""
-    return len(runs) != 2 and 0 < len(keys) <= MOST_NAMING
+    return len(runs) != 2 and 0 < len(keys) <= MAX_SETTINGS_IN_NAME
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:

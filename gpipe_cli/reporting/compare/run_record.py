@@ -21,7 +21,7 @@ from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.results.run import RunResult, read_run_result
 from gpipe_cli.units import plural
 
-MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, deterministically
+MAX_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, deterministically
 
 Plain = str | int | float | None
 
@@ -32,7 +32,7 @@ class Curve:
 
     steps: tuple[int, ...]
     values: tuple[float, ...]  # rounded to 32-bit floats, as event files have them
-    complete: bool = True  # False: a sample of MOST_POINTS points
+    complete: bool = True  # False: a sample of MAX_POINTS points
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     tb_logging.get_logger().setLevel("ERROR")  # it warns of the steps that a resumed run repeated
     # 1 is the fewest that the reader can keep, as 0 means all.
     few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
-    accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MOST_POINTS})
+    accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MAX_POINTS})
     accumulator.Reload()
     curves = {}
     for tag in accumulator.Tags()["scalars"]:
         events = accumulator.Scalars(tag)
         steps, values = (tuple(getattr(event, name) for event in events) for name in ("step", "value"))
-        curves[tag] = Curve(steps, values, len(events) < MOST_POINTS)
+        curves[tag] = Curve(steps, values, len(events) < MAX_POINTS)
     return curves
 
 

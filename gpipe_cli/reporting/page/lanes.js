@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const field = id => document.getElementById(id);
 const svg = field("lanes");
 const HEADER = 24, AXIS = 24, GAP = 14, DEVICE = 17, RIGHT = 14;
-const MOST_BARS = 8000; // of a figure; more are not drawn
+const MAX_BARS = 8000; // of a figure; more are not drawn
 const view = {start: 0, seconds: 1, width: 800, left: 84}; // what of the time axis is shown, and where
 const drawn = new Map(); // kind of a figure -> what was built for it
 let layers; // the groups of the picture: ticks, figures, what is pointed at, play head
@@ -40,7 +40,7 @@ function figureOf(kind, timeline, parts) {
     spans.sort((a, b) => a.start - b.start);
     spans.forEach((span, at) => at && beforeOnDevice.set(span, spans[at - 1]));
   }
-  const large = spanOf.size > MOST_BARS, last = new Map();
+  const large = spanOf.size > MAX_BARS, last = new Map();
   const joined = device_of_stage.some((device, stage) => {
     const again = last.has(device) && last.get(device) !== stage - 1;
     last.set(device, stage);

@@ -17,9 +17,9 @@ from gpipe_cli.schedule.held import HOLDS
 from gpipe_cli.system.files import write_whole
 
 PAGE = "pipeline.html"
-MOST_STEPS = 12
+MAX_STEPS = 12
 HUES = 241  # colours per kind of action; for up to 16 micro-batches, nearly all equal those of timeline.png
-MOST_BARS = 8000  # measured bars of all steps together; more bars would make a page of many megabytes
+MAX_BARS = 8000  # measured bars of all steps together; more bars would make a page of many megabytes
 
 # The order matters: each script uses names that earlier ones define.
 ENGINE = ("schedules.js", "simulator.js", "model.js")
@@ -50,7 +50,7 @@ def shared() -> dict[str, Any]:
 def write_page(
     path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Unpack[About]
 ) -> None:
-    """Writes the page of `simulation_data`, with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS bars;
+    """Writes the page of `simulation_data`, with the newest of `steps`, at most MAX_STEPS with at most MAX_BARS bars;
     if the newest step alone has too many, an image of it is shown. Raises OSError."""
     values = {
         "title": title,
@@ -87,8 +87,8 @@ def part(name: str) -> str:
 def _measured(steps: Sequence[StepPicture]) -> dict[str, Any]:
     """The newest steps, the newest last, and how many older ones are left out to limit the size of the page."""
     shown: list[dict[str, Any]] = []
-    room = MOST_BARS
-    newest = sorted(steps, key=lambda step: step.step, reverse=True)[:MOST_STEPS]
+    room = MAX_BARS
+    newest = sorted(steps, key=lambda step: step.step, reverse=True)[:MAX_STEPS]
     for step in newest:
         view = next(view for view in step.views if view.kind == "measured")
         room -= sum(map(len, view.stages))

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.reporting.plots.timeline_values import MOST_ACTIONS, TimelineView, window_of
+from gpipe_cli.reporting.plots.timeline_values import MAX_ACTIONS, TimelineView, window_of
 from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.schedule.timeline import Event, EventKind, Span
 from gpipe_cli.system.files import write_whole
@@ -46,7 +46,7 @@ def chrome_trace(steps: Sequence[TimelineView]) -> list[TraceEvent]:
 
 def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
     stages = len(step.timeline.stages)
-    step = window_of(step, stages, MOST_ACTIONS // stages)
+    step = window_of(step, stages, MAX_ACTIONS // stages)
     timeline = step.timeline
     spans = {span.action: span for row in timeline.stages for span in row}
     rows: list[list[Span | Event]] = [

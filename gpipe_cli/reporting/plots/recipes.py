@@ -10,7 +10,7 @@ from gpipe_cli.reporting.plots.picture import Picture, new_figure, pixels, witho
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.step_breakdown import share_word
 
-LEAST_NAMED = 0.03  # a smaller share of a bar has no room for its number
+MIN_LABELED_FRACTION = 0.03  # a smaller share of a bar has no room for its number
 # Lightness, chroma, hue: useful work is dark, repeated work lighter, waiting and the rest pale.
 COLOURS = {
     "compute": (0.55, 0.13, 262.0),
@@ -33,7 +33,7 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
     for name in SHARES:
         widths = [shares.get(name, 0.0) for _, shares in bars]
         drawn = axes.barh(range(len(bars)), widths, 0.66, left, color=oklch(*COLOURS[name]), label=share_word(name))
-        words = [f"{100 * width:.1f}" if width >= LEAST_NAMED else "" for width in widths]
+        words = [f"{100 * width:.1f}" if width >= MIN_LABELED_FRACTION else "" for width in widths]
         axes.bar_label(drawn, words, label_type="center", fontsize=9, color="white" if COLOURS[name][0] < 0.6 else INK)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=9.5, color=INK)

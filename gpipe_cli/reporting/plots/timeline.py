@@ -1,6 +1,6 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
-Up to MOST_BARS bars are hatched, outlined and, where there is room, labelled. More bars would take minutes to draw that
+Up to MAX_BARS bars are hatched, outlined and, where there is room, labelled. More bars would take minutes to draw that
 way and are plain. Of larger steps (128 stages and 512 micro-batches have 131,072 actions) a window is drawn.
 """
 
@@ -20,7 +20,7 @@ from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent, window_of
 from gpipe_cli.units import duration
 
-MOST_BARS = 3000  # bars of all panels together; more bars are drawn plain
+MAX_BARS = 3000  # bars of all panels together; more bars are drawn plain
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
 LEGEND_TOP_INCHES = 0.57  # for up to LEGEND_LINES kinds of actions; more kinds make the legend higher
@@ -51,7 +51,7 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
     end = max(view.end_seconds for view in views) or 1.0
     name, unit = axis_unit(end)
     micro_batches = max(view.micro_batches for view in views)
-    single = sum(len(bars) for view in views for bars in view.stages) <= MOST_BARS
+    single = sum(len(bars) for view in views for bars in view.stages) <= MAX_BARS
     width = figure_width - left - right
     for view, shown, height in zip(views, rows, heights, strict=True):
         top -= title + height

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the module imports torch, which takes seconds; tables of ru
 BarKind = Literal["F", "R", "B", "I", "W", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
 
-MOST_ACTIONS = 20_000  # of a step that is drawn whole; of larger steps, a window is drawn
+MAX_ACTIONS = 20_000  # of a step that is drawn whole; of larger steps, a window is drawn
 ACTIONS: tuple[BarKind, ...] = ("F", "R", "B", "I", "W")
 # Shares of a step's stage-time, which sum to 1, in the order of display. The paper's overhead breakdown (section 3.1 of
 # the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.
@@ -86,10 +86,10 @@ class TimelineView:
 
 
 def window_of(view: TimelineView, stages: int, actions: int) -> TimelineView:
-    """`view` or, of a step with more than MOST_ACTIONS actions, what its last `stages` stages do during `actions`
+    """`view` or, of a step with more than MAX_ACTIONS actions, what its last `stages` stages do during `actions`
     actions of the last stage, about its first backward. The other stages are empty."""
     timeline = view.timeline
-    if sum(map(len, timeline.stages)) <= MOST_ACTIONS:
+    if sum(map(len, timeline.stages)) <= MAX_ACTIONS:
         return view
     last, others = timeline.stages[-1], len(timeline.stages) - stages
     turn = next((at for at, span in enumerate(last) if span.action.kind in RETURNS), 0)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import CONFIG, Task, TrainConfig, target_of, to_yaml
 from gpipe_cli.errors import one_line
-from gpipe_cli.reporting.page.page import MOST_STEPS, PAGE, write_page
+from gpipe_cli.reporting.page.page import MAX_STEPS, PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle
 from gpipe_cli.reporting.run import measurement
@@ -172,7 +172,7 @@ class Reporter:
         from gpipe_cli.reporting.plots.timeline import draw
 
         others = [shown for shown in self._pictures if shown.epoch != picture.epoch]
-        self._pictures = [*others, picture][-MOST_STEPS:]
+        self._pictures = [*others, picture][-MAX_STEPS:]
         with self._optional("pictures"):
             self._write_page()
             write_picture(self._folder / "timeline.png", draw(picture.views))

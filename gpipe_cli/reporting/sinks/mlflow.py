@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LOCAL = "mlruns"  # folder for MLflow's files in `output`, unless MLFLOW_TRACKING_URI is set
-_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # MLflow's limits for a request
+_MAX_POINTS, _MAX_SETTINGS = 1000, 100  # MLflow's limits for a request
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -68,8 +68,8 @@ class Writer:
         from mlflow.entities import Param
 
         new = [Param(key, str(value)) for key, value in values.items() if key not in self._settings]
-        for begin in range(0, len(new), _MOST_SETTINGS):
-            self._client.log_batch(self._id, params=new[begin : begin + _MOST_SETTINGS])
+        for begin in range(0, len(new), _MAX_SETTINGS):
+            self._client.log_batch(self._id, params=new[begin : begin + _MAX_SETTINGS])
         for key, value in values.items():
             if self._settings.get(key, str(value)) != str(value):
                 self._client.set_tag(self._id, f"resumed.{key}", str(value))
@@ -82,8 +82,8 @@ class Writer:
         self._waiting += [Metric(name, value, milliseconds, step) for name, value in names.items()]
 
     def flush(self) -> None:
-        for begin in range(0, len(self._waiting), _MOST_POINTS):
-            self._client.log_batch(self._id, metrics=self._waiting[begin : begin + _MOST_POINTS])
+        for begin in range(0, len(self._waiting), _MAX_POINTS):
+            self._client.log_batch(self._id, metrics=self._waiting[begin : begin + _MAX_POINTS])
         self._waiting = []
 
     def text(self, name: str, step: int, text: str, markdown: bool) -> None:

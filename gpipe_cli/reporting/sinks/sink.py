@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gpipe_cli.config.settings import Logger, TrainConfig, flattened
 from gpipe_cli.config.typed import choices, settings
-from gpipe_cli.errors import RefusedError, show
+from gpipe_cli.errors import InvalidSettingError, show
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.system.files import read_json, write_whole
 
@@ -61,13 +61,13 @@ class Sink(Protocol):
         """The run has ended with `status`, as in result.json; `files` are worth keeping with the run."""
 
 
-def refuse_missing(loggers: Sequence[Logger]) -> None:
-    """Raises RefusedError for a logger whose package is not installed."""
+def check_installed(loggers: Sequence[Logger]) -> None:
+    """Raises InvalidSettingError for a logger whose package is not installed."""
     for name in loggers:
         module, package = writer(name).needs or ("sys", "")
         if importlib.util.find_spec(module) is None:
             why = f"{name} needs {package}, which is not installed; pip install {package}, or leave {name} out"
-            raise RefusedError("logger", loggers, why)
+            raise InvalidSettingError("logger", loggers, why)
 
 
 def known_id(folder: Path, logger: Logger) -> str | None:

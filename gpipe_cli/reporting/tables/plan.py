@@ -35,8 +35,8 @@ from gpipe_cli.units import (
     size,
 )
 
-MOST_ROWS = 40  # a table with more rows shows only the first and the last rows
-MOST_SKIPS = 3  # further skips are only counted
+MAX_ROWS = 40  # a table with more rows shows only the first and the last rows
+MAX_SKIPS = 3  # further skips are only counted
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
 
 
@@ -177,9 +177,9 @@ def _details(plan: Plan) -> Iterator[tuple[str, str]]:
     long = [skip for skip in plan.skips if skip.to_stage > skip.from_stage + 1]
     shown = [
         f"{skip.name}: stage {skip.from_stage} to {skip.to_stage}, {size(skip.bytes)} of each micro-batch"
-        for skip in long[:MOST_SKIPS]
+        for skip in long[:MAX_SKIPS]
     ]
-    more = [f"and {len(long) - MOST_SKIPS} more, in {PLAN}"] if len(long) > MOST_SKIPS else []
+    more = [f"and {len(long) - MAX_SKIPS} more, in {PLAN}"] if len(long) > MAX_SKIPS else []
     for n, line in enumerate([*shown, *more]):
         yield "" if n else "skips", line
     for n, tie in enumerate(plan.ties):
@@ -272,9 +272,9 @@ def _show_grid(console: Console, lines: Sequence[str] | None) -> None:
 
 
 def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Shows a table; of more than MOST_ROWS rows, only the first and the last."""
-    half = MOST_ROWS // 2
-    if len(rows) > MOST_ROWS:
+    """Shows a table; of more than MAX_ROWS rows, only the first and the last."""
+    half = MAX_ROWS // 2
+    if len(rows) > MAX_ROWS:
         left_out = ["...", f"{len(rows) - 2 * half} more in {PLAN}"] + [""] * (len(headings) - 2)
         rows = [*rows[:half], left_out, *rows[-half:]]
     columns = [Column(heading, number=heading not in ("stage", "layers", "")) for heading in headings]

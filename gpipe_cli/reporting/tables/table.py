@@ -19,7 +19,7 @@ from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "published", "measured", "counted", "planned", "simulated", "difference"]
 SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's symbols, as column headings
-LEAST_TEXT = 12  # characters to which a wide column of texts may shrink
+MIN_TEXT_WIDTH = 12  # characters to which a wide column of texts may shrink
 NONE = "-"
 TABLE = "table"
 FORMATS = (TABLE, "json", "csv", "latex")  # formats of lists: the first for people, json and csv for programs
@@ -253,7 +253,7 @@ def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]
         widths[at] += more
         room -= more
     texts = [at for at, column in enumerate(columns) if not column.right]
-    while room < 0 and texts and widths[at := max(texts, key=widths.__getitem__)] > LEAST_TEXT:
+    while room < 0 and texts and widths[at := max(texts, key=widths.__getitem__)] > MIN_TEXT_WIDTH:
         widths[at] -= 1
         room += 1
     return widths

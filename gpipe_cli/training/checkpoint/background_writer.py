@@ -154,7 +154,7 @@ class CheckpointWriter:
             return
         with self.control.waits(Awaited.LAST_CHECKPOINT):
             wait([self._work], _LAST_SECONDS)
-        if self.control.leads and self._work.done() and self._work.result() is None:
+        if self.control.is_rank_zero and self._work.done() and self._work.result() is None:
             self.process.report(events.CheckpointWritten(self._written.step))
 
     def _begin(self, progress: files.Progress) -> None:
@@ -189,7 +189,7 @@ class CheckpointWriter:
 
         self._written = progress
         self._writing = self._work = self._thread.submit(_why_not, write)
-        if self.control.leads:
+        if self.control.is_rank_zero:
             self._work = self._thread.submit(_why_not, complete)
 
     def _part(self, draft: Path, process: int) -> list[files.WrittenFile]:
@@ -215,7 +215,7 @@ class CheckpointWriter:
                 if self._written is None:
                     break
         seconds = time.perf_counter() - began
-        if awaited is not None and self.control.leads and seconds >= _SAID_SECONDS:
+        if awaited is not None and self.control.is_rank_zero and seconds >= _SAID_SECONDS:
             self.process.report(events.CheckpointAwaited(step, awaited.step, seconds))
 
     def _look(self, *, last: bool) -> None:
@@ -237,14 +237,14 @@ class CheckpointWriter:
             self.last = progress
             message: object = events.CheckpointWritten(progress.step)
         else:
-            if self.control.leads:
+            if self.control.is_rank_zero:
                 shutil.rmtree(files.draft_of(self.folder, progress.step), ignore_errors=True)  # frees disk space
-            if self.control.leads and not self.folder.is_dir():
+            if self.control.is_rank_zero and not self.folder.is_dir():
                 raise files.CheckpointError(f"{self.folder}: {files.GONE}")
             if last:
                 raise files.CheckpointError(why)
             message = events.CheckpointFailed(progress.step, why)
-        if self.control.leads:
+        if self.control.is_rank_zero:
             self.process.report(message)
 
 

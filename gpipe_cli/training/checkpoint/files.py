@@ -44,7 +44,7 @@ _PREFIX = "step_"
 _STEP = re.compile(rf"{_PREFIX}[0-9]{{8,12}}")
 _DRAFT = re.compile(rf"\.{_STEP.pattern}\.writing")
 _FILE = re.compile(r"stage_[0-9]{1,5}\.safetensors")
-_MOST_SHOWN = 200  # characters of an error in an index that are shown
+_MAX_SHOWN_CHARACTERS = 200  # characters of an error in an index that are shown
 # The names of dtypes in the header of a safetensors file.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -390,7 +390,7 @@ def read_index(checkpoint: Path) -> Index:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else one_line(error)
         why = str(why).partition(";")[0].replace("progress.", "")
-        raise DamagedError(f"{file}: is not the index of a checkpoint ({why[:_MOST_SHOWN]})") from error
+        raise DamagedError(f"{file}: is not the index of a checkpoint ({why[:_MAX_SHOWN_CHARACTERS]})") from error
     return index
 
 

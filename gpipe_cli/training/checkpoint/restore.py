@@ -13,7 +13,7 @@ from torch import nn
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
 from gpipe_cli.config.groups import TEXTS, ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
-from gpipe_cli.errors import InputError, RefusedError, show
+from gpipe_cli.errors import InputError, InvalidSettingError, show
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint import files
@@ -55,14 +55,14 @@ class CheckpointMatch:
         source = read_config(run, instead_of(config))
         return cls(f"{setting}={run}", checkpoint, config, source, index, heads, shapes, saved_shapes)
 
-    def refuse_other_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
+    def check_same_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
         """Refuse the checkpoint if layers or tensors are only in the model, or only in the checkpoint."""
         if only_here or only_there:
             differences = f"only here: {_some(only_here)}; only there: {_some(only_there)}"
             why = f"{self.checkpoint.name} is of another model ({differences})"
             raise InputError(f"{self.setting}: {why}; {self._as_there()}")
 
-    def refuse_other_tokens(self) -> None:
+    def check_same_tokenizer(self) -> None:
         """Refuse the checkpoint if the settings name another tokenizer than the run's, or the files that it saved."""
         mine, theirs = self.config.dataset, self.source.dataset
         if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig) or not TEXTS[mine.name].tokenizer:
@@ -76,9 +76,9 @@ class CheckpointMatch:
             whose = f"the tokenizer {theirs.tokenizer}"
             use = f"use dataset.tokenizer={saved} dataset.vocabulary={theirs.vocabulary}"
         why = f"{self.setting} has {whose}, and with another every token means something else"
-        raise RefusedError("dataset.tokenizer", mine.tokenizer, f"{why}; {use}")
+        raise InvalidSettingError("dataset.tokenizer", mine.tokenizer, f"{why}; {use}")
 
-    def refuse_other_shapes(self, names: Iterable[str]) -> None:
+    def check_same_shapes(self, names: Iterable[str]) -> None:
         """Refuse the checkpoint if tensors of these names, which both have, differ in shape."""
         different = [name for name in names if self.shapes[name] != self.saved_shapes[name]]
         if not different:
@@ -100,7 +100,7 @@ class CheckpointMatch:
             f"{self.setting}: {different[0]} has shape {saved_shape} there and {shape} here{why}; {remedy}"
         )
 
-    def refuse_damaged(self, wanted: Mapping[str, torch.Tensor]) -> None:
+    def check_tensors(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Raises DamagedError if the checkpoint lacks any of these tensors, or has another dtype or shape for it."""
         for name, tensor in wanted.items():
             needed = files.DTYPES.get(tensor.dtype), tuple(tensor.shape)
@@ -147,9 +147,9 @@ def check_restorable(match: CheckpointMatch, model: nn.Sequential, *, optimizer:
     for names, saved_names in ((layers, match.index.layers), (match.shapes, match.saved_shapes)):
         only_here = [name for name in names if name not in saved_names]
         only_there = [name for name in saved_names if name not in names]
-        match.refuse_other_names(only_here, only_there)
-    match.refuse_other_tokens()
-    match.refuse_other_shapes(match.shapes)
+        match.check_same_names(only_here, only_there)
+    match.check_same_tokenizer()
+    match.check_same_shapes(match.shapes)
     state = saved_state(model)
     config = match.config
     wanted = {f"model/{name}": tensor for name, tensor in state.items()}
@@ -159,7 +159,7 @@ def check_restorable(match: CheckpointMatch, model: nn.Sequential, *, optimizer:
         if parameter.requires_grad and name not in match.index.without_state:
             kept = state_of(config.optimizer, tuple(parameter.shape), parameter.dtype)
             wanted |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
-    match.refuse_damaged(wanted)
+    match.check_tensors(wanted)
 
 
 # Settings of a data set that say where it is, or how its samples are seen; tokenizers are compared by what they are.
@@ -167,8 +167,8 @@ _MAY_CHANGE = ("root", "cache", "download", "partial", "image_size", "augmentati
 
 
 def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
-    """Raises RefusedError if the settings of the data set are not those of the resumed run, `saved`: its position in
-    the data, its targets or its scores would then mean something else."""
+    """Raises InvalidSettingError if the settings of the data set are not those of the resumed run, `saved`: its
+    position in the data, its targets or its scores would then mean something else."""
     given, before = asdict(config.dataset), asdict(saved.dataset)
     for key in ("name", *given):
         if key in _MAY_CHANGE or given[key] == before.get(key):
@@ -177,10 +177,10 @@ def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
         why = (
             f"the run that is resumed has {setting}={show(before.get(key))}, on which its position in the data depends"
         )
-        raise RefusedError(setting, given[key], f"{why}; leave the setting out")
+        raise InvalidSettingError(setting, given[key], f"{why}; leave the setting out")
 
 
-def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
+def check_optimizer_state(config: TrainConfig, saved: TrainConfig) -> None:
     """Raises InputError if the optimizer needs state that the optimizer of the resumed run (`saved`) did not keep."""
     needed, kept = (state_of(run.optimizer, (1,), torch.float32).keys() for run in (config, saved))
     if missing := sorted(needed - kept):

@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.config.settings import ONE_DEVICE, TrainConfig, find_run, load
-from gpipe_cli.errors import RefusedError
+from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors, select
@@ -18,12 +18,14 @@ from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restora
 def load_run(run: str, averaged: bool | None, which: str, target: str | None) -> nn.Sequential:
     """The implementation of `gpipe_cli.load`, which documents the arguments and errors."""
     if which not in ("best", "last"):
-        raise RefusedError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
+        raise InvalidSettingError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
     folder = find_run("run_folder", run, "outputs")
     uncut = {**ONE_DEVICE, "partition.balance": None}
     config = load(folder, target, lambda saved: f"target={saved!r} to the call", uncut)
     if averaged and not config.ema_decay:
-        raise RefusedError("averaged", True, "the run kept no average of its weights, as ema_decay=0; leave it out")
+        raise InvalidSettingError(
+            "averaged", True, "the run kept no average of its weights, as ema_decay=0; leave it out"
+        )
     if averaged is False:
         config = replace(config, ema_decay=0.0)
     model = build_model(config)

@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.planner.model_profile import LayerWeights
 from gpipe_cli.planner.stage_memory import buffers_bytes
 from gpipe_cli.schedule.named_schedules import build
-from gpipe_cli.training.step import _refuse_different
+from gpipe_cli.training.step import _check_gradients_agree
 
 
 class Odd(nn.Module):
@@ -192,13 +192,13 @@ def test_replicas_with_different_gradients_are_refused() -> None:
     model = ["model=custom", "model.target=custom_models:small", "partitions=2", "partition.balance=[1,7]"]
     engine = pipeline_of(configure(*images, *model, "replicas=2"))
     first, last = torch.tensor([1.0, 2.0, -1.0, -1.0, -1.0]), torch.arange(5.0)
-    _refuse_different(engine, [first, last, first, last])
+    _check_gradients_agree(engine, [first, last, first, last])
     with pytest.raises(InputError, match=r"^replicas=2: .* the gradient of 0.bias exists in only one.*use replicas=1"):
-        _refuse_different(engine, [first, last, torch.tensor([1.0, -1, -1, -1, -1]), last])
+        _check_gradients_agree(engine, [first, last, torch.tensor([1.0, -1, -1, -1, -1]), last])
     with pytest.raises(
         RuntimeError, match=r"in replicas 0 and 1, the gradient of 2.weight differs after it was summed"
     ):
-        _refuse_different(engine, [first, last, first, torch.tensor([0, 2, 2.0, 3, 4])])
+        _check_gradients_agree(engine, [first, last, first, torch.tensor([0, 2, 2.0, 3, 4])])
 
 
 @pytest.mark.parametrize("graphs", [False, True])

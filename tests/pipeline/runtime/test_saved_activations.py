@@ -54,7 +54,7 @@ def test_stages_hold_what_was_predicted_in_every_order() -> None:
     """Random ones, on random placements: what is held follows from each stage's own actions."""
     sample = SAMPLES["flattening"]
     costs = sample.costs(splits=True)
-    for one in random_orders(30, seed=1, most_stages=min(4, len(costs))):
+    for one in random_orders(30, seed=1, max_stages=min(4, len(costs))):
         ends = accumulate(micro_batch_sizes(len(costs), len(one.device_of_stage)), initial=0)
         sizes = 2 * one.schedule.micro_batches + 1, one.schedule.micro_batches
         measured, predicted = held(sample, costs, one.schedule, *sizes, list(pairwise(ends)))

@@ -31,12 +31,12 @@ def steps(count: int) -> list[StepPicture]:
 
 
 def test_what_was_measured_is_in_the_page_the_newest_step_last(tmp_path: Path) -> None:
-    found = data_of(tmp_path, *steps(page.MOST_STEPS + 2), balance=[3, 2])
+    found = data_of(tmp_path, *steps(page.MAX_STEPS + 2), balance=[3, 2])
     assert (found["title"], found["run"], found["commands"]) == ("</script><!-- AmoebaNet-D", "outputs/run", [])
     assert found["balance"] == [3, 2]
-    assert [step["epoch"] for step in found["steps"]] == list(range(3, page.MOST_STEPS + 3))
+    assert [step["epoch"] for step in found["steps"]] == list(range(3, page.MAX_STEPS + 3))
     last = found["steps"][-1]
-    newest = page.MOST_STEPS + 2
+    newest = page.MAX_STEPS + 2
     assert (last["step"], last["step_seconds"], last["median_of"]) == (4 * newest, 0.13, 30 + newest)
     assert sum(last["breakdown"].values()) == pytest.approx(1)
     assert last["stages"][0][:3] == [["F", 0, 0, 0.01], ["F", 1, 0.01, 0.02], ["B", 1, 0.06, 0.08]]
@@ -48,12 +48,12 @@ def test_what_was_measured_is_in_the_page_the_newest_step_last(tmp_path: Path) -
 def test_older_steps_are_left_out_before_the_page_gets_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "MOST_BARS", 3 * BARS)
+    monkeypatch.setattr(page, "MAX_BARS", 3 * BARS)
     found = data_of(tmp_path, *steps(5))
     assert [step["epoch"] for step in found["steps"]] == [3, 4, 5]
     assert found["steps_left_out"] == 2
 
-    monkeypatch.setattr(page, "MOST_BARS", BARS - 1)
+    monkeypatch.setattr(page, "MAX_BARS", BARS - 1)
     (step,) = data_of(tmp_path, *steps(5))["steps"]
     assert (step["epoch"], step["stages"], step["events"]) == (5, [], [])
     kind, _, content = step["picture"].partition(",")

@@ -424,9 +424,9 @@ def test_questions_are_answered_in_a_sentence(page: "Page") -> None:
 
 def test_very_many_actions_are_not_drawn(page: "Page", written: Path, tmp_path: Path) -> None:
     text = written.read_text(encoding="utf-8")
-    assert "MOST_BARS = 8000" in text
+    assert "MAX_BARS = 8000" in text
     path = tmp_path / "pipeline.html"
-    path.write_text(text.replace("MOST_BARS = 8000", "MOST_BARS = 10"), encoding="utf-8")
+    path.write_text(text.replace("MAX_BARS = 8000", "MAX_BARS = 10"), encoding="utf-8")
     page.goto(f"file://{path}")
     assert "22 actions: too many" in str(page.locator(".simulated .about").text_content())
     assert page.locator(".simulated .action").count() == 0

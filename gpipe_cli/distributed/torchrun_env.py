@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpipe_cli.errors import InputError, shortened
 
-_MOST_PROCESSES = 10_000  # the most processes of a run, each with a partition
+_MAX_PROCESSES = 10_000  # the most processes of a run, each with a partition
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WAIT_LIMIT: ContextVar[float | None] = ContextVar("wait_limit", default=None)
 
@@ -24,13 +24,13 @@ class Torchrun:
     local_rank: int  # number of this process on its machine, and of its GPU
 
 
-def torchrun() -> Torchrun | None:
+def read_torchrun_env() -> Torchrun | None:
     """This process's place among those that torchrun has started; None: the command starts its own processes.
 
     Raises:
         InputError: the variables contradict each other, or a variable is not a number.
     """
-    processes = _number("WORLD_SIZE", 1, _MOST_PROCESSES, 1)
+    processes = _number("WORLD_SIZE", 1, _MAX_PROCESSES, 1)
     rank = _number("RANK", 0, processes - 1, 0)
     if processes == 1:
         return None
@@ -52,7 +52,7 @@ def variables() -> str:
 
 
 @contextmanager
-def waiting_at_most(seconds: float) -> Iterator[None]:
+def limit_waits(seconds: float) -> Iterator[None]:
     """Inside, this process waits no longer for the others, which may not exist: another program may have left the
     variables."""
     before = _WAIT_LIMIT.set(seconds)
@@ -67,9 +67,9 @@ def wait_limit() -> float | None:
     return _WAIT_LIMIT.get()
 
 
-def refuse_torchrun(why: str) -> None:
+def check_not_torchrun(why: str) -> None:
     """Under torchrun, raise InputError with `why` (reason and remedy): for commands that run in a single process."""
-    if torchrun() is not None:
+    if read_torchrun_env() is not None:
         raise InputError(f"torchrun: {why}; {variables()}")
 
 
@@ -83,10 +83,10 @@ def may_restart() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this is process 0, which reports."""
     try:
-        started = torchrun()
+        started = read_torchrun_env()
     except InputError:  # every process then reports the error
         return True
     return started is None or started.rank == 0
