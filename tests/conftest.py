@@ -102,7 +102,7 @@ def pictures_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from gpipe_cli.reporting.plots import picture
 
-    monkeypatch.setattr(picture, "pixels", lambda _: np.zeros((1, 1, 3), np.uint8))
+    monkeypatch.setattr(picture, "to_pixels", lambda _: np.zeros((1, 1, 3), np.uint8))
 
 
 @pytest.fixture(autouse=True)

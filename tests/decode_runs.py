@@ -17,13 +17,13 @@ from training_runs import configure, spec_of
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.corpora import Pairs
-from gpipe_cli.data.translation import PairSplit, Sequences
-from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
+from gpipe_cli.data.translation import PairSplit, RaggedTokens
+from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, SentencePieceTokenizer
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.engine import Engine, build_engine
-from gpipe_cli.training.translation import Search, decode
+from gpipe_cli.training.translation import DecodingOptions, decode
 
 LANGUAGE = UNKNOWN + 1
 FORBIDDEN = (PAD, BEGIN, UNKNOWN, LANGUAGE)
@@ -46,12 +46,12 @@ class Case:
     indices: tuple[int, ...] = tuple(range(len(SOURCES)))
 
     @property
-    def search(self) -> Search:
-        return Search(self.beam, self.length_penalty, self.batch_sentences, self.micro_batches, self.limit)
+    def search(self) -> DecodingOptions:
+        return DecodingOptions(self.beam, self.length_penalty, self.batch_sentences, self.micro_batches, self.limit)
 
 
 @lru_cache
-def tiny_vocabulary() -> Vocabulary:
+def tiny_vocabulary() -> SentencePieceTokenizer:
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -69,7 +69,7 @@ def tiny_vocabulary() -> Vocabulary:
         num_threads=1,
         minloglevel=2,
     )
-    vocabulary = Vocabulary(model.getvalue())
+    vocabulary = SentencePieceTokenizer(model.getvalue())
     assert (vocabulary.size, vocabulary.symbol("<2en>")) == (8, LANGUAGE)
     return vocabulary
 
@@ -80,7 +80,7 @@ def tiny_split() -> PairSplit:
     vocabulary = tiny_vocabulary()
     tokens = [[LANGUAGE, *ids, END] for ids in vocabulary.encode(SOURCES)]
     pairs = Pairs(SOURCES, SOURCES, torch.zeros(len(SOURCES), dtype=torch.int32), ("xx-en",))
-    return PairSplit(pairs, Sequences.of(tokens), Sequences.of([row[1:] for row in tokens]), vocabulary)
+    return PairSplit(pairs, RaggedTokens.of(tokens), RaggedTokens.of([row[1:] for row in tokens]), vocabulary)
 
 
 @lru_cache
@@ -113,7 +113,7 @@ def decode_here(case: Case, bias: Mapping[int, float] = MappingProxyType({})) ->
     with torch.no_grad():
         for token, value in bias.items():
             engine.parameters[case.partitions - 1]["softmax.logits.bias"][token] = value
-    with engine.evaluating(averages=False):
+    with engine.evaluation_mode(averages=False):
         return decode(engine, case.search, tiny_split(), case.indices)
 
 

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.process_groups import edge_links, new_group
-from gpipe_cli.models.skips import Pop, Stash
-from gpipe_cli.models.skips import Sequence as Sequential
+from gpipe_cli.models.skips import Pop, SkipSequential, Stash
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_boundary
@@ -162,7 +161,7 @@ def skipping_layers() -> nn.Sequential:
         "plus": Pop("same", "add"), "e": nn.Conv2d(6, 3, 1), "end": Pop("images", "add"), "flat": nn.Flatten(),
         "head": nn.Linear(3 * SIZE * SIZE, CLASSES),
     }  # fmt: skip
-    return Sequential(OrderedDict(layers))
+    return SkipSequential(OrderedDict(layers))
 
 
 def skipping_model() -> nn.Sequential:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_cli import Pipeline
-from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Pop, Stash
 
@@ -107,7 +107,7 @@ def train(
     for step, length in enumerate(lengths):
         inputs, targets = mini_batch(step, length)
         if (replicas := arguments.get("replicas", 1)) > 1:
-            samples = share_of(len(targets), 4, replicas, rank * replicas // world).samples
+            samples = shard_of(len(targets), 4, replicas, rank * replicas // world).samples
             inputs, targets = inputs[samples], targets[samples]
         of_first = inputs if rank == 0 or not ends_only else None
         of_last = targets if rank == world - 1 or not ends_only else None

@@ -20,7 +20,7 @@ from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, TimelineView
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.schedule.breakdown import Breakdown
 from gpipe_cli.schedule.schedule import Action, Kind
@@ -34,7 +34,7 @@ LANGUAGE_MODEL = ("model=transformer_lm", "dataset=python_docs")
 TRANSLATION = ("model=transformer_nmt", "dataset=cldr", "batch_size=null", "batch_tokens=4096")
 
 
-def description(*settings: str, **changes: Any) -> RunDescription:
+def description(*settings: str, **changes: Any) -> RunContext:
     """Two partitions on two GPUs, four micro-batches of eight samples, three epochs of four steps, no prediction."""
     config = configure(*SETTINGS, *settings)
     data = {
@@ -52,7 +52,7 @@ def description(*settings: str, **changes: Any) -> RunDescription:
         "first_step": 0,
         "steps_per_epoch": STEPS_PER_EPOCH,
     }
-    return RunDescription(**(values | changes))
+    return RunContext(**(values | changes))
 
 
 def spec(**changes: Any) -> PipelineSpec:

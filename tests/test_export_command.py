@@ -19,7 +19,7 @@ from gpipe_cli.commands.export_run import _ExportReport
 from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
-from gpipe_cli.training.checkpoint.files import checkpoints_in, select
+from gpipe_cli.training.checkpoint.files import list_checkpoints, select
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.events import EvaluationDone, FileEvaluated, ModelWritten, Scores
 
@@ -150,7 +150,7 @@ def test_onnx_computes_what_the_checkpoint_does(tmp_path: Path, capfd: pytest.Ca
     dilations = {tuple(one.ints) for node in nodes for one in node.attribute if one.name == "dilations"}
     assert dilations == {(1, 1)}, "our way to a faster kernel of torch's is none of onnxruntime's"
     with torch.no_grad():
-        logits = whole_model(config, checkpoints_in(tmp_path)[-1])(IMAGES)
+        logits = whole_model(config, list_checkpoints(tmp_path)[-1])(IMAGES)
     for samples in (1, 3):
         (found,) = session.run(["logits"], {"images": IMAGES[:samples].numpy()})
         torch.testing.assert_close(torch.from_numpy(found), logits[:samples], rtol=1e-3, atol=1e-3 * logits.abs().max())

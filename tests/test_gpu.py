@@ -197,9 +197,9 @@ def test_a_snapshot_has_what_was_there_before_later_kernels() -> None:
     for expected in (1.0, 2.0):  # the second into the same memory: to take page-locked memory may wait for the GPU
         for _ in range(20):
             factor = factor @ factor
-        copies, arrived = snapshot.take({"weight": weight, "step": torch.tensor(3)})
+        copies, wait_for_copies = snapshot.copy_to_host({"weight": weight, "step": torch.tensor(3)})
         assert expected == 1.0 or not torch.cuda.current_stream().query()
         weight += 1
-        arrived()
+        wait_for_copies()
         assert copies["weight"].is_pinned()
         assert (copies["weight"] == expected).all()

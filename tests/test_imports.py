@@ -38,7 +38,7 @@ LEVELS = (
     ),
     ("reporting.tables.table", "reporting.run.step_breakdown"),
     ("reporting.plots",),
-    ("reporting.sinks", "reporting.page"),
+    ("reporting.loggers", "reporting.page"),
     ("reporting.run.summary",),
     ("reporting.tables",),
     ("reporting.compare", "reporting.reproduced", "reporting.run"),

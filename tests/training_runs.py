@@ -26,7 +26,7 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.schedule.schedule import Action, Kind
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors
-from gpipe_cli.training.checkpoint.restore import state_of_stage
+from gpipe_cli.training.checkpoint.restore import collect_stage_state
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.train_loop import train
 
@@ -101,7 +101,7 @@ def pipeline_of(config: TrainConfig, on_action: OnAction = ignore_action) -> Eng
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """All that a pipeline holds, as a checkpoint would have it."""
-    return {name: tensor for k in engine.stages for name, tensor in state_of_stage(engine, k).items()}
+    return {name: tensor for k in engine.stages for name, tensor in collect_stage_state(engine, k).items()}
 
 
 def of_type(messages: list[object], kind: type[Message]) -> list[Message]:

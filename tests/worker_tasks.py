@@ -21,7 +21,7 @@ def fail_twice(process: WorkerProcess) -> None:
     def write_what_is_lost() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    process.before_failing.extend((write_what_is_lost, lambda: process.report("the last checkpoint")))
+    process.on_failure.extend((write_what_is_lost, lambda: process.report("the last checkpoint")))
     raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
 

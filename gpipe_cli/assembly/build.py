@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
+from gpipe_cli.data.batches import NO_OUTPUT_LABELS, OutputLabels, SplitIndex, derive_seed
 from gpipe_cli.data.images import check_headers, find_images, open_images
 from gpipe_cli.data.masked_text import MaskedText
 from gpipe_cli.data.splits import Splits
@@ -23,8 +23,8 @@ from gpipe_cli.errors import show
 from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
-from gpipe_cli.models.preprocessing import Preprocessing, of_hugging_face, of_timm
-from gpipe_cli.models.skips import Sequence
+from gpipe_cli.models.preprocessing import Preprocessing, hugging_face_preprocessing, timm_preprocessing
+from gpipe_cli.models.skips import SkipSequential
 from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.models.unet import unet
@@ -49,7 +49,7 @@ def build_model(config: TrainConfig, *, pretrained: bool = False, once: bool = F
         return _model(config, weights=weights, make=cache(call) if once else call)
 
 
-def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
+def full_model_builder(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
     """A function that builds the whole model with its initial values; None if layers can be initialised separately.
 
     Models of timm and of users set their initial values while they are built, so every process builds the whole model
@@ -83,7 +83,7 @@ def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Se
             tensor.detach().copy_(value)  # in place: a layer may keep views of it
         else:
             tensor.data = value  # an expanded tensor cannot be written, and other strides have to be taken over
-    return Sequence(OrderedDict(model.named_children()))  # nn.Sequential's own forward knows no skips
+    return SkipSequential(OrderedDict(model.named_children()))  # nn.Sequential's own forward knows no skips
 
 
 def _model(config: TrainConfig, *, weights: bool, make: Callable[..., Any] = call) -> nn.Sequential:
@@ -131,8 +131,8 @@ def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pr
             return build(source, vocabulary=vocabulary, length=model.length)
 
 
-def _source(model: groups.HuggingFaceConfig) -> hugging_face.Source:
-    return hugging_face.Source(name=model.name, config=model.config, attention=model.attention, lora=model.lora)
+def _source(model: groups.HuggingFaceConfig) -> hugging_face.ModelSource:
+    return hugging_face.ModelSource(name=model.name, config=model.config, attention=model.attention, lora=model.lora)
 
 
 def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
@@ -148,12 +148,12 @@ def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
 
 def preprocessing_of(config: TrainConfig) -> Preprocessing | None:
     """How the images were scaled on which the pretrained weights of a model were trained; None without such weights,
-    and if nobody says it. Raises InvalidSettingError as `of_hugging_face`."""
+    and if nobody says it. Raises InvalidSettingError as `hugging_face_preprocessing`."""
     match config.model, config.dataset:
         case groups.TimmConfig() as model, groups.ImagesConfig() if model.pretrained or model.weights is not None:
-            return of_timm(model.name, model.weights)
+            return timm_preprocessing(model.name, model.weights)
         case groups.HuggingFaceConfig(pretrained=True) as model, groups.ImagesConfig():
-            return of_hugging_face(_source(model))
+            return hugging_face_preprocessing(_source(model))
     return None
 
 
@@ -167,13 +167,13 @@ def model_inputs(config: TrainConfig) -> Boundary:
     if isinstance(config.dataset, groups.ImagesConfig):
         size = config.dataset.image_size
         return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
-    dimensions = len(greatest_lengths(config))
+    dimensions = len(max_lengths(config))
     # the second dimension of input i is length i
     grows = [tuple((0, int(column == row)) for column in range(dimensions)) for row in range(dimensions)]
     return tuple(BoundaryTensor((0, 0), (1, 0), torch.int64, False, per_length) for per_length in grows)
 
 
-def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
+def max_lengths(config: TrainConfig) -> tuple[int, ...]:
     """The greatest length, in tokens, of each of the first layer's inputs; () for images."""
     if isinstance(config.dataset, groups.ImagesConfig):
         return ()
@@ -214,28 +214,28 @@ def targets_of(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> t
 
 
 def find_data(
-    config: TrainConfig, trained_on: TrainedOn = UNTRAINED, *, with_headers: bool = False
-) -> Splits[Catalogue]:
+    config: TrainConfig, output_labels: OutputLabels = NO_OUTPUT_LABELS, *, with_headers: bool = False
+) -> Splits[SplitIndex]:
     """The catalogue of each split, without torchvision's transforms, whose import takes seconds. Arguments and errors
     as of `open_data`; `with_headers`: those of image files are checked, too."""
     if isinstance(config.dataset, groups.ImagesConfig):
-        images = find_images(config.dataset, config.seed, trained_on)
+        images = find_images(config.dataset, config.seed, output_labels)
         if with_headers:
             check_headers(config.dataset, images)
-        return images.map(lambda samples: Catalogue(len(samples.targets)))
-    return open_data(config, trained_on).map(lambda split: split.catalogue)
+        return images.map(lambda samples: SplitIndex(len(samples.targets)))
+    return open_data(config, output_labels).map(lambda split: split.split_index)
 
 
-def open_data(config: TrainConfig, trained_on: TrainedOn = UNTRAINED) -> Splits[Any]:
-    """Each split, a `Split`; `trained_on`: of the weights that the run begins with. Raises InputError."""
+def open_data(config: TrainConfig, output_labels: OutputLabels = NO_OUTPUT_LABELS) -> Splits[Any]:
+    """Each split, a `Split`; `output_labels`: of the weights that the run begins with. Raises InputError."""
     if isinstance(config.dataset, groups.ImagesConfig):
-        return open_images(config.dataset, config.seed, trained_on)
-    length = greatest_lengths(config)[0]
+        return open_images(config.dataset, config.seed, output_labels)
+    length = max_lengths(config)[0]
     pairs = config.task == "translation"
-    pieces = trained_on.vocabulary
-    splits = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)
+    saved_model = output_labels.vocabulary
+    splits = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, saved_model=saved_model)
     masked = isinstance(config.model, groups.HuggingFaceConfig) and hugging_face.is_masked(_source(config.model))
     if isinstance(splits.training, PairSplit) or not masked:
         return splits
     named = cast(Splits[TextSplit | SyntheticText], splits).each()
-    return Splits(*(MaskedText.of(part, seed_of(f"masks of the {name} text", config.seed)) for name, part in named))
+    return Splits(*(MaskedText.of(part, derive_seed(f"masks of the {name} text", config.seed)) for name, part in named))

@@ -86,9 +86,9 @@ class CrossEntropy:
 
     def totals(self) -> Totals:
         """The sums over the mini-batch; on a GPU this waits for the device."""
-        return self.begin_totals()()
+        return self.totals_async()()
 
-    def begin_totals(self) -> Callable[[], Totals]:
+    def totals_async(self) -> Callable[[], Totals]:
         """Called after the last micro-batch: starts copying the sums to the host; the returned function awaits them."""
         if not self._observed:  # this replica had no sample
             return lambda: NO_TOTALS

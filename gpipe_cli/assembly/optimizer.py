@@ -131,7 +131,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+def gradient_norms(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The norm of each gradient, float64 (P,), on the device of the first gradient; without waiting for a GPU."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
@@ -140,7 +140,7 @@ def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([stack.to(stacks[0].device, non_blocking=True) for stack in stacks])
 
 
-def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:
+def clip_gradients(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:
     """Scale this process's gradients so that the global norm, from the `norms` of all gradients, is <= `largest`."""
     norm = global_norm(norms)
     factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # stays on the device

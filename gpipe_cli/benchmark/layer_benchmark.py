@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, outputs_of, real_model, targets_of
-from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of, norms_of
+from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, full_model_builder, outputs_of, targets_of
+from gpipe_cli.assembly.optimizer import build_optimizer, gradient_norms, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
@@ -37,7 +37,7 @@ from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage
-from gpipe_cli.training.step import objective_of
+from gpipe_cli.training.step import build_loss
 
 _WARM_UP, _LEAST, _MOST = 3, 3, 400  # numbers of passes over a segment
 _SHARE_ALONE = 0.3  # of `Timing.seconds`: for the passes of a process alone, and for those with all threads
@@ -86,7 +86,7 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
     config = timing.config
     control, groups = process.connect()
     device = spec.layout.device_of(process.number)
-    whole = real_model(config, pretrained=False)
+    whole = full_model_builder(config, pretrained=False)
 
     def timers(cut: PipelineSpec) -> Iterator[_Timer]:
         """Every process times all stages, one after another."""
@@ -294,7 +294,7 @@ class _Timer:
     def _begin_step(self, *actions: Action) -> None:
         smoothing = self._config.label_smoothing
         targets = None if self._targets is None else (self._targets, 0)
-        objective = objective_of(self._config, targets, [self._samples], smoothing, self._stage.device)
+        objective = build_loss(self._config, targets, [self._samples], smoothing, self._stage.device)
         self._stage.begin_step(0, objective, actions=actions)
 
     def _backward_seconds(
@@ -343,7 +343,7 @@ class _Timer:
     def set_up(self) -> float:
         """The median seconds of work once per step beside updates: batch norm's commit, the norms of gradients."""
         gradients = gradients_of(self._stage.module.parameters())
-        return median_seconds(self._stage.device, partial(norms_of, gradients)) + median(self._finishing)
+        return median_seconds(self._stage.device, partial(gradient_norms, gradients)) + median(self._finishing)
 
 
 def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:

@@ -17,7 +17,7 @@ from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure
 from gpipe_cli.config.pipeline_settings import Decides
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, deciding
-from gpipe_cli.data.cache import cache_folder, digest_of
+from gpipe_cli.data.cache import cache_folder, compute_digest
 from gpipe_cli.distributed.rendezvous import decided_by_first
 from gpipe_cli.errors import InputError, one_line
 from gpipe_cli.launch.fork_server import temporary_folder
@@ -76,7 +76,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
         "layers": [[cost.name, cost.parameters, cost.forward.flops, cost.backward.flops] for cost in profile.costs],
         "splits": profile.splits,
     }
-    key = digest_of("layers of a model", [facts, settings["hardware"], _samples(config, profile)])
+    key = compute_digest("layers of a model", [facts, settings["hardware"], _samples(config, profile)])
     if key not in _known:
 
         def decide() -> str:
@@ -107,7 +107,7 @@ def _times_of_machine(
         log(f"the layers are not timed, as {samples}; predicting by a data sheet")
         return None
     facts = facts | _machine_facts(layout) | {"version": _VERSION, "samples": samples}
-    file = _folder() / "costs" / f"{digest_of('layer seconds', facts)}.json"
+    file = _folder() / "costs" / f"{compute_digest('layer seconds', facts)}.json"
     timed = None if config.cost == "measured_anew" else _remembered(file)
     if timed is None:
         line = f"timing {plural(len(profile.costs), 'layer')} on this machine, to cut them evenly"
@@ -120,7 +120,7 @@ def _times_of_machine(
             return None
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([timed, digest_of("what was timed", timed)]))
+            write_whole(file, json.dumps([timed, compute_digest("what was timed", timed)]))
         except OSError as error:
             log(f"not remembered for the next time: {one_line(error)}")
     sheet = rates_of_sheet(resolved(config.hardware, devices), 1)  # for a link that was not timed
@@ -280,4 +280,4 @@ def _remembered(file: Path) -> Any:
         remembered, digest = read_json(file)
     except (OSError, ValueError, TypeError):
         return None
-    return remembered if digest == digest_of("what was timed", remembered) else None
+    return remembered if digest == compute_digest("what was timed", remembered) else None

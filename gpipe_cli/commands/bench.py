@@ -59,4 +59,4 @@ def _show(sweep: Sweep) -> None:
         write_bench(sweep.path, table)
     finally:  # show the table even if it cannot be written
         show_bench(Console(), table, sweep.path)
-        sweep.show_rest()
+        sweep.show_remaining()

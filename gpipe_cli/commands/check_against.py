@@ -28,8 +28,8 @@ from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.planner.layout import own_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
-from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, show_against
+from gpipe_cli.reporting.run.lines import print_fields
+from gpipe_cli.reporting.tables.against import AgainstReport, Measurement, Row, show_against
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.units import plural
@@ -52,13 +52,13 @@ class _Contestant:
         measured = self.measured()
         return math.inf if measured is None else measured.seconds
 
-    def measured(self) -> Measured | None:
+    def measured(self) -> Measurement | None:
         if not self.rounds:
             return None
         # a step ends when its slowest process does
         steps = [list(map(max, zip(*(ran.seconds for ran in runs), strict=True))) for runs in self.rounds]
         all_runs = [ran for runs in self.rounds for ran in runs]
-        return Measured(all_runs[0].samples, steps, max(ran.memory_bytes for ran in all_runs))
+        return Measurement(all_runs[0].samples, steps, max(ran.memory_bytes for ran in all_runs))
 
 
 def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> int:
@@ -73,7 +73,7 @@ def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> i
         console.status("starting ...") as status,  # shown in a terminal only
     ):
         match = _Match(config, settings, Path(files))
-        show_facts(console, match.facts())
+        print_fields(console, match.facts())
         for number in range(settings.against_rounds):
             match.hold(number, status.update)
         report = match.report()

@@ -25,7 +25,7 @@ from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.planner.layout import own_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
-from gpipe_cli.reporting.run.lines import show_error, show_facts
+from gpipe_cli.reporting.run.lines import print_fields, show_error
 from gpipe_cli.reporting.tables.check import CheckReport, show_check
 from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES, order
 from gpipe_cli.schedule.schedule import RecomputeMode
@@ -67,7 +67,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
         def on_message(message: object) -> None:
             match message:
                 case verify.MiniBatchRead():
-                    show_facts(console, check.facts(message.sizes))
+                    print_fields(console, check.facts(message.sizes))
                 case verify.ReferenceDone():
                     check.loss = message.loss
                 case verify.Row():

@@ -9,7 +9,7 @@ from rich.console import Console
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.settings import newest_runs
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.tables.table import TABLE, formatted
+from gpipe_cli.reporting.tables.table import TABLE, to_text
 
 OUTPUT = Path("outputs")
 HELP = """\
@@ -83,7 +83,7 @@ def _compare(folders: Sequence[Path], form: str) -> int:
     if form == TABLE:
         show_comparison(Console(), comparison)
     else:
-        sys.stdout.write(formatted(all_columns(comparison, with_deviations=form == "latex"), form))
+        sys.stdout.write(to_text(all_columns(comparison, with_deviations=form == "latex"), form))
     return 0
 
 

@@ -377,9 +377,9 @@ def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> No
     typed_alone = "dataset.tokenizer" in given and "dataset.vocabulary" not in given
     if isinstance(place, str) and (size is None or typed_alone):
         import_apart("gpipe_cli.data.pretrained_tokenizer")  # torch comes with it
-        from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
+        from gpipe_cli.data.pretrained_tokenizer import HFTokenizer
 
-        OmegaConf.update(tree, "dataset.vocabulary", PretrainedTokenizer(place).size)
+        OmegaConf.update(tree, "dataset.vocabulary", HFTokenizer(place).size)
 
 
 def _with_preprocessing(tree: DictConfig, given: Mapping[str, object]) -> TrainConfig:

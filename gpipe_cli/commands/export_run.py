@@ -14,9 +14,9 @@ from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfi
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.launch.job import Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
-from gpipe_cli.reporting.run.description import evaluation_of
-from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
-from gpipe_cli.reporting.run.summary import outcome_of_test
+from gpipe_cli.reporting.run.description import to_evaluation
+from gpipe_cli.reporting.run.lines import print_fields, show_error, show_line
+from gpipe_cli.reporting.run.summary import format_scores
 from gpipe_cli.training import events
 from gpipe_cli.training.data_feed import look_for_data
 from gpipe_cli.training.export import evaluate_file, write_model
@@ -78,28 +78,28 @@ class _ExportReport(NoReport):
                 averaged = " (averaged weights)" if run.ema_decay else ""
                 facts = [
                     ("checkpoint", f"{self._checkpoint}{averaged}"),
-                    ("written to", f"{self._file} ({message.holds}, {size(message.bytes)})"),
+                    ("written to", f"{self._file} ({message.contents}, {size(message.bytes)})"),
                     ("read it by", message.call),
                 ]
                 if isinstance(dataset := run.dataset, ImagesConfig):
                     pixels, mean, deviation = dataset.image_size, list(dataset.mean), list(dataset.std)
                     scale = f"(value / 255 - mean) / deviation, mean {mean}, deviation {deviation}"
                     facts.append(("images", f"RGB, {pixels} x {pixels} pixels, {scale}"))
-                show_facts(console, facts)
+                print_fields(console, facts)
             case events.EvaluationReady():
                 pass
             case events.EvaluationDone():
                 self._pipeline_scores = message.scores
-                show_facts(console, [("test", f"{self._outcome(message.scores)}, by the pipeline")])
+                print_fields(console, [("test", f"{self._outcome(message.scores)}, by the pipeline")])
             case events.FileEvaluated():
                 self._file_scores = message.scores
-                show_facts(console, [("", f"{self._outcome(message.scores)}, by {message.by} from the file")])
+                print_fields(console, [("", f"{self._outcome(message.scores)}, by {message.program} from the file")])
             case _:
                 raise AssertionError(message)
 
     def _outcome(self, scores: events.Scores) -> str:
         task = self._config.training.task
-        return outcome_of_test(task, replace(evaluation_of(task, scores), averaged=False))
+        return format_scores(task, replace(to_evaluation(task, scores), averaged=False))
 
     def compare(self) -> int:
         """Show how far apart the two losses are; returns 1 if they differ by more than the tolerance, else 0."""
@@ -108,7 +108,7 @@ class _ExportReport(NoReport):
         pipeline_loss, file_loss = self._pipeline_scores.loss, self._file_scores.loss
         difference = abs(pipeline_loss - file_loss)
         how = f"the losses differ by {difference:.1g}" if pipeline_loss != file_loss else "the same loss, bit for bit"
-        show_facts(Console(), [("", how)])
+        print_fields(Console(), [("", how)])
         tolerance = TOLERANCE if self._config.training.precision == "float32" else ROUNDED_TOLERANCE
         if pipeline_loss == file_loss or difference <= tolerance * max(pipeline_loss, file_loss):
             return 0

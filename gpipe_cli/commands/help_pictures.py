@@ -3,7 +3,7 @@ the paper's Figure 2(c), and its figures. All is computed from the schedules, gi
 
 from collections.abc import Iterator, Sequence
 
-from gpipe_cli.reporting.run.lines import aligned, wrapped
+from gpipe_cli.reporting.run.lines import align, wrap
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.dependencies import grid
 from gpipe_cli.schedule.held import Held, live
@@ -53,11 +53,11 @@ def _step(name: str, schedule: Schedule, width: int, recompute: str = "never") -
     devices = "" if len(schedule) == len(schedule.stages) else f" on {len(schedule)} devices"
     yield f"schedule={name} recompute={recompute}: K = {len(schedule.stages)} stages{devices}, M = {MICRO_BATCHES}"
     yield from grid(schedule, width=width).splitlines()
-    yield from wrapped(f"{', '.join(WORDS[kind] for kind in kinds)}, drawn to equal length", width)
+    yield from wrap(f"{', '.join(WORDS[kind] for kind in kinds)}, drawn to equal length", width)
     idle = percent(1 - shares.compute - shares.recompute)
-    yield from wrapped(f"idle: {idle} of the time, if stages are equal and a backward takes two forwards", width)
+    yield from wrap(f"idle: {idle} of the time, if stages are equal and a backward takes two forwards", width)
     kept = [max(held.graph + held.input + held.weights for held in live(actions)) for actions in schedule.stages]
-    yield from wrapped(f"in flight: at most {_of_stages(kept)}", width)
+    yield from wrap(f"in flight: at most {_of_stages(kept)}", width)
 
 
 def _auto(width: int) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _simulated(schedule: Schedule) -> Timeline:
 def _bubbles() -> Iterator[str]:
     yield ""
     rows = [(f"K = {k}", [percent(ideal_bubble(k, m)) for m in OVER_MICRO_BATCHES]) for k in OVER_STAGES]
-    for label, line in aligned([("bubble", [f"M = {m}" for m in OVER_MICRO_BATCHES]), *rows]):
+    for label, line in align([("bubble", [f"M = {m}" for m in OVER_MICRO_BATCHES]), *rows]):
         yield f"{label:<6}  {line}"
 
 

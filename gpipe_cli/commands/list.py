@@ -14,10 +14,10 @@ from gpipe_cli.config.did_you_mean import nearest
 from gpipe_cli.config.groups import IMAGES
 from gpipe_cli.config.settings import CONFIG, load_hardware
 from gpipe_cli.errors import InputError, show
-from gpipe_cli.models.timm_list import chains
+from gpipe_cli.models.timm_list import list_sequential_models
 from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_text
-from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, TABLE, Column, Table, formatted, show_table
+from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, TABLE, Column, Table, show_table, to_text
 from gpipe_cli.results.measures import Measure, chosen
 from gpipe_cli.results.run import RunResult, read_run_result
 from gpipe_cli.units import count, plural
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             hint = nearest(what, list(TOPICS)) or f"; choose one of {', '.join(TOPICS)}"
             raise InputError(f"{what}: there is no such list{hint}")
     if settings["format"] != TABLE:
-        sys.stdout.write(formatted(table, settings["format"]))
+        sys.stdout.write(to_text(table, settings["format"]))
         return 0
     console = Console()
     show_table(console, table, elsewhere="format=csv")
@@ -121,7 +121,7 @@ def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A
 
 
 def _timm(pattern: str) -> Listed:
-    models, others = chains(pattern)
+    models, others = list_sequential_models(pattern)
     names, families, layers, parameters = zip(*models, strict=True) if models else ((),) * 4
     columns = [
         Column("model.name", cells=names),
@@ -154,7 +154,7 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
 
     def number(measure: Measure) -> Column:
         values = [measure.value(result) for result in results]
-        return Column.measured(measure, values, printed=any(value is not None for value in values))
+        return Column.of_measure(measure, values, printed=any(value is not None for value in values))
 
     above = "" if folder in (Path(), *runs) else f"{folder}/"  # the folder that all runs share is the heading
     paths = list(map(str, runs))

@@ -21,7 +21,7 @@ from gpipe_cli.config.settings import PlanSettings, TrainConfig
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.tables.table import TABLE, formatted
+from gpipe_cli.reporting.tables.table import TABLE, to_text
 from gpipe_cli.results.files import as_json
 from gpipe_cli.system.interrupts import import_apart
 
@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     plan = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
     if form != TABLE:
-        from gpipe_cli.reporting.tables.plan import stages_of
+        from gpipe_cli.reporting.tables.plan import stage_table
 
-        sys.stdout.write(as_json(plan.tree()) if form == "json" else formatted(stages_of(plan), form))
+        sys.stdout.write(as_json(plan.tree()) if form == "json" else to_text(stage_table(plan), form))
     return 0
 
 
@@ -96,7 +96,7 @@ def _sweep(line: CommandLine, form: str) -> int:
     ):
         if (value := line.overrides.get(key)) is not None:
             raise InvalidSettingError(key, value, why)
-    from gpipe_cli.reporting.tables.plan import SweptPlan, plans_of, show_plans
+    from gpipe_cli.reporting.tables.plan import SweptPlan, plan_table, show_plans
 
     plans: list[SweptPlan] = []
     refused: list[InputError] = []
@@ -116,7 +116,7 @@ def _sweep(line: CommandLine, form: str) -> int:
     if form == "json":
         sys.stdout.write(as_json([plan.tree() for plan in plans]))
     elif form != TABLE:
-        sys.stdout.write(formatted(plans_of(plans), form))
+        sys.stdout.write(to_text(plan_table(plans), form))
     else:
         show_plans(Console(), plans)
     return 0

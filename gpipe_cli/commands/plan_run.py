@@ -25,8 +25,8 @@ from gpipe_cli.reporting.page.page import PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import TRACE, write_trace
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
-from gpipe_cli.reporting.plots.timeline_values import predicted_view
-from gpipe_cli.reporting.run.lines import show_facts, show_text
+from gpipe_cli.reporting.plots.timeline_values import view_of_plan
+from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.results.files import write_result
 from gpipe_cli.schedule.schedule_file import csv_of
@@ -80,11 +80,11 @@ def plan(
         about = f"{name} on {config.dataset.name}"
         write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
         title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
-        views = [predicted_view(title, made)]
+        views = [view_of_plan(title, made)]
         write_picture(folder / PICTURE, draw(views))
         write_trace(folder, views)
         if shown:
-            show_facts(console, [*files.items(), ("written to", str(folder / PLAN))])
+            print_fields(console, [*files.items(), ("written to", str(folder / PLAN))])
         return made
     finally:
         gc.freeze()

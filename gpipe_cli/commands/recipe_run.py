@@ -14,7 +14,7 @@ from gpipe_cli.commands.outcome import ended, fork_command, run_command
 from gpipe_cli.config.settings import key_of, owner
 from gpipe_cli.errors import BAD_INPUT, InputError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.console import following
+from gpipe_cli.reporting.run.console import show_log_tail
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.recipe import Recipe
@@ -65,7 +65,7 @@ def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
     if command[0] != "plan":
         fork_server.start()  # shared by all forks
     fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
-    result = ended(fork, following(console, Path(log.name)))  # starts a thread, so after the fork
+    result = ended(fork, show_log_tail(console, Path(log.name)))  # starts a thread, so after the fork
     if result.exit_code < 0:
         fork_server.kill()  # ends the workers of a command that was killed before it could end them
     if result.error:

@@ -25,8 +25,8 @@ from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
-from gpipe_cli.reporting.reproduced.readme import README, with_results
-from gpipe_cli.reporting.run.lines import override, show_facts, show_line
+from gpipe_cli.reporting.reproduced.readme import README, insert_results
+from gpipe_cli.reporting.run.lines import format_override, print_fields, show_line
 from gpipe_cli.reporting.tables.recipe import REPRODUCTION, read_reproduction, show_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, load, names
@@ -133,7 +133,7 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
         if scale == "desk":
             without = " without the given settings" if given else ""
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
-        show_facts(console, facts)
+        print_fields(console, facts)
         try:
             reproduction = machine.reproduce(recipe, whole, given, folder)
         except KeyboardInterrupt:
@@ -168,8 +168,8 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
         machine = Machine(console, usable_gpus())
         write_result(folder, asked_for, ASKED)
         settings = [setting for setting in (f"scale={whole.scale}", *given) if setting != "scale=auto"]
-        go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
-        show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
+        go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {format_override('run_folder', str(folder))}"
+        print_fields(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
         failed: dict[str, str] = {}
         begin = time.monotonic()
         took = stated = 0.0  # seconds that the recipes run so far took, and those that their files state for a desk
@@ -206,7 +206,7 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
         _write_report(folder, failed)  # even if every recipe was done before
         for name, reason in failed.items():
             show_line(console, f"{name} failed: {reason}", "bold red")
-        show_facts(console, [*([("try again", go_on)] if failed else []), ("report", str(folder / REPORT))])
+        print_fields(console, [*([("try again", go_on)] if failed else []), ("report", str(folder / REPORT))])
     return 1 if failed else 0
 
 
@@ -242,7 +242,7 @@ def _write_report(folder: Path, failed: dict[str, str]) -> None:
     reproductions = [read_reproduction(folder / name) for name in every if _is_done(folder / name)]
     write_report(folder, reproductions, failed)
     if len(reproductions) == len(every) and (FOLDER / README).is_file():
-        write_whole(folder / README, with_results(read_text(FOLDER / README), reproductions))
+        write_whole(folder / README, insert_results(read_text(FOLDER / README), reproductions))
 
 
 def recipes() -> Table:

@@ -17,14 +17,14 @@ from gpipe_cli.errors import InputError, one_line
 from gpipe_cli.planner.mfu import step_flops
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.run.console import LINE_SECONDS
-from gpipe_cli.reporting.run.description import WARM_UP_STEPS, RunDescription
+from gpipe_cli.reporting.run.description import WARM_UP_STEPS, RunContext
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.training import events
 from gpipe_cli.training.data_feed import check_last_mini_batch, mini_batches
-from gpipe_cli.training.fine_tuning import frozen_facts
+from gpipe_cli.training.fine_tuning import frozen_layers_note
 
 Ending = Literal["completed", "failed", "interrupted"]
 
@@ -41,12 +41,12 @@ def run_report(
     """The report of a training on the console, in TensorBoard and in result.json, from when the workers are ready."""
     config, plan, spec = prepared.config, prepared.plan, prepared.spec
 
-    def describe(ready: events.TrainingReady) -> RunDescription:
+    def describe(ready: events.TrainingReady) -> RunContext:
         commands = None
         if guided and start is not None:
             typed = shlex.split(start.command)[2:]  # without `gpipe train`
             commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
-        return RunDescription(
+        return RunContext(
             **vars(ready) | {"notes": (*ready.data.notes, *ready.notes, *prepared.notes)},
             config=config,
             plan=plan,
@@ -117,14 +117,14 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
     data, steps_per_epoch = events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
         try:
-            catalogues = find_data(replace(config, dataset=replace(config.dataset, download=False)))
+            split_indexes = find_data(replace(config, dataset=replace(config.dataset, download=False)))
         except InputError as error:
             data = events.DataFacts(notes=(("not read", one_line(error)),))
         else:
-            batches = mini_batches(config, catalogues.training, training=True)
+            batches = mini_batches(config, split_indexes.training, training=True)
             check_last_mini_batch(config, batches)
-            samples = catalogues.map(lambda catalogue: catalogue.samples)
+            samples = split_indexes.map(lambda split_index: split_index.samples)
             data, steps_per_epoch = events.DataFacts(*samples), batches.steps_per_epoch
     reporter = run_report(prepared, folder, start)
-    reporter.on_message(events.TrainingReady(data, frozen_facts(prepared.spec), 0, steps_per_epoch))
+    reporter.on_message(events.TrainingReady(data, frozen_layers_note(prepared.spec), 0, steps_per_epoch))
     reporter.finish("dry_run")

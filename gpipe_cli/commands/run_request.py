@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load, naming, target_of
-from gpipe_cli.reporting.sinks.sink import check_installed
+from gpipe_cli.reporting.loggers.logger import check_installed
 from gpipe_cli.results.run import run_result_or_none
 
 

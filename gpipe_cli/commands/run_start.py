@@ -18,8 +18,8 @@ from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, may_restart, read_torchrun_env
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.lines import log, logging_to, show_line
-from gpipe_cli.reporting.run.summary import outcome_of
+from gpipe_cli.reporting.run.lines import log, log_to_folder, show_line
+from gpipe_cli.reporting.run.summary import describe_outcome
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, run_result_or_none, to_the_second
 from gpipe_cli.system.interrupts import import_apart
@@ -49,7 +49,7 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
     with (
         redirect_stdout(open(os.devnull, "w", encoding="utf-8")) if config.quiet else nullcontext(),
         run_folder(config, started, request.auto, what, again=again) as folder,
-        logging_to(folder if is_rank_zero() else None),
+        log_to_folder(folder if is_rank_zero() else None),
         limit_waits(config.timeout_seconds),
     ):
         log(f"$ {start.command}")
@@ -65,7 +65,7 @@ def perform(request: RunRequest, *typed: str, guided: bool = False) -> int:
             request = replace(request, config=config)
             code = launch(request, folder, start, again=again, guided=guided and not read_torchrun_env())
     if config.quiet and is_rank_zero() and (result := run_result_or_none(folder)) is not None:
-        printed.write(f"{outcome_of(result)[0]}, in {folder}\n")
+        printed.write(f"{describe_outcome(result)[0]}, in {folder}\n")
     return code
 
 

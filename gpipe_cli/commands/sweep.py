@@ -38,8 +38,8 @@ from gpipe_cli.config.typed import quoted
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, InvalidSettingError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.lines import override, resuming
-from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_rest
+from gpipe_cli.reporting.run.lines import format_override, format_resume_command
+from gpipe_cli.reporting.tables.sweep import NOT_RETRYABLE, Run, bench_status, show_remaining
 from gpipe_cli.results.run import run_result_or_none
 from gpipe_cli.system.interrupts import Stopped
 
@@ -92,10 +92,10 @@ class Sweep:
                 show()
         return None
 
-    def show_rest(self) -> None:
+    def show_remaining(self) -> None:
         """Show the command that completes an incomplete sweep."""
         if len(self.runs) < self.planned or not all(map(self._is_final, self.runs)):
-            show_rest(self.planned, self.runs, resuming(self.line.command, self.path, self._targets))
+            show_remaining(self.planned, self.runs, format_resume_command(self.line.command, self.path, self._targets))
 
     def _perform_all(self, line: CommandLine) -> None:
         check_not_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
@@ -123,7 +123,7 @@ class Sweep:
         self.planned = len(cells) * self.rounds
         last: dict[int, Run] = {}
         for turn, cell in itertools.product(range(1, self.rounds + 1), cells):
-            if (before := last.get(cell.number)) and self._is_final(before) and bench_status(before) in HOPELESS:
+            if (before := last.get(cell.number)) and self._is_final(before) and bench_status(before) in NOT_RETRYABLE:
                 self.planned -= 1  # another round would give the same
                 continue
             run = self._turn(cell, turn, cells[-1].number)
@@ -238,7 +238,7 @@ class Sweep:
     def _is_final(self, run: Run) -> bool:
         """Whether another attempt would give the same."""
         if self.line.command == "bench":
-            if bench_status(run) in HOPELESS:
+            if bench_status(run) in NOT_RETRYABLE:
                 return True
             return bench_status(run) == "measured" and run.result is not None and run.result.status == "completed"
         return run.result is not None and run.result.status in _DONE
@@ -286,7 +286,9 @@ def _check_folders_have_effect(line: CommandLine) -> None:
         what, given_by, other = "a sweep, in which those of its runs lie,", other, given_by
     for key in (other, "hydra.run.dir"):
         if (value := line.overrides.get(key)) is not None:
-            raise InvalidSettingError(key, value, f"the folder of {what} is given by {override(given_by, str(value))}")
+            raise InvalidSettingError(
+                key, value, f"the folder of {what} is given by {format_override(given_by, str(value))}"
+            )
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from gpipe_cli.commands import folders
 from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.errors import InputError, with_type
-from gpipe_cli.reporting.run.lines import override
+from gpipe_cli.reporting.run.lines import format_override
 from gpipe_cli.results.bench import BENCH, CSV
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import run_result_or_none
@@ -74,7 +74,7 @@ class SweepFolder:
         there, or if the folder cannot be created.
         """
         typed = any(argument.startswith(PLACE) for argument in self.arguments)
-        setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
+        setting = format_override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
         patience = folders.ENDING_SECONDS if self.resumes else 0.0
         lock = folders.locked_folder(path, setting, new=not typed and not self.resumes, patience_seconds=patience)
         folder = self._lock.enter_context(lock)

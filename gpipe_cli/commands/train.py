@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def show() -> None:
         show_sweep(sweep.runs)
-        sweep.show_rest()
+        sweep.show_remaining()
 
     tree = sweep.compose(line, show)
     if tree is None:

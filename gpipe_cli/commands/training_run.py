@@ -30,9 +30,15 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.system.phase import phase
-from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, lost_best, step_of
+from gpipe_cli.training.checkpoint.files import (
+    RUN_FOLDER_MISSING,
+    find_checkpoint,
+    list_checkpoints,
+    missing_best_checkpoint,
+    step_of,
+)
 from gpipe_cli.training.checkpoint.restore import (
-    CheckpointMatch,
+    CheckpointCompatibility,
     check_optimizer_state,
     check_restorable,
     check_same_data,
@@ -40,7 +46,7 @@ from gpipe_cli.training.checkpoint.restore import (
 from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
-from gpipe_cli.training.milestones import progress_if_complete, starting_point
+from gpipe_cli.training.milestones import initial_progress, progress_if_complete
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
@@ -75,7 +81,7 @@ def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guid
         assert lost.config is not None
         current, change = _with_gpus_left(going_on(lost.config, folder))
         request = replace(request, config=current, auto=())
-        step = step_of(checkpoints_in(folder)[-1]) if current.resume == str(folder) else 0
+        step = step_of(list_checkpoints(folder)[-1]) if current.resume == str(folder) else 0
         restarts = (*restarts, Restart(lost.why, step, current.partitions))
         how = f"goes on after step {step:,}" if step else "begins again"
         show_text(Console(), f"restart {len(restarts)} of {current.max_restarts}: {lost.why}; {how}{change}", "yellow")
@@ -187,8 +193,8 @@ def find_source(config: TrainConfig) -> Path | None:
         check_optimizer_state(config, saved)
         checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told
-        starting_point(config, checkpoint)  # refuses other mini-batches, before layers are timed
-        if (best := lost_best(checkpoint)) is not None:
+        initial_progress(config, checkpoint)  # refuses other mini-batches, before layers are timed
+        if (best := missing_best_checkpoint(checkpoint)) is not None:
             show_error(f"warning: {best}: the best checkpoint is not there any more; the next evaluation is the best")
         return checkpoint
     return None if config.init_from is None else find_weights(config, show_error)
@@ -201,7 +207,9 @@ def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str,
     freeze(model, find_frozen(config, model))
 
     def check(checkpoint: Path) -> None:
-        check_restorable(CheckpointMatch.of(setting, run, checkpoint, config, model), model, optimizer=optimizer)
+        check_restorable(
+            CheckpointCompatibility.of(setting, run, checkpoint, config, model), model, optimizer=optimizer
+        )
 
     return find_checkpoint(run, which, setting, check, show_error)
 
@@ -240,7 +248,7 @@ def run_and_report(
         show.finish("interrupted", "nobody reads the output any more")
         raise
     except OSError as error:  # this process cannot write a file that the run needs
-        gone = None if folder.is_dir() else f"{folder}: {GONE}"
+        gone = None if folder.is_dir() else f"{folder}: {RUN_FOLDER_MISSING}"
         if not show.started:
             if gone is not None and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(gone) from error

@@ -2,8 +2,8 @@
 
 Mini-batches depend on (seed, epoch) and the catalogue only, so that the process with the first stage (inputs) and
 that with the last stage (targets) agree without a message, and a resumed run continues with exactly the samples it had
-not seen. For the same reason every random number of the data is drawn from a seed that `seed_of` makes of its purpose
-and indices, never from a running generator.
+not seen. For the same reason every random number of the data is drawn from a seed that `derive_seed` makes of its
+purpose and indices, never from a running generator.
 
 The paper counts its translation batches in tokens (Section 5: 260K to 4M) and samples small languages more often than
 their share of the data: p ~ share^(1/T), T = 5 in its supplement; T = 1 is by share, infinity is equal shares.
@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.micro_batches import Share, share_of
+from gpipe_cli.data.micro_batches import Shard, shard_of
 from gpipe_cli.errors import InvalidSettingError
 
 
-def seed_of(purpose: str, *numbers: int) -> int:
+def derive_seed(purpose: str, *numbers: int) -> int:
     """Mix a purpose ("order", "augmentation", …), which keeps uses apart, and numbers into a seed in [0, 2**63)."""
     text = " ".join([purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, eq=False)
-class Catalogue:
+class SplitIndex:
     """What every process of a run must know of a split's samples to agree on its mini-batches."""
 
     samples: int
@@ -38,13 +38,13 @@ class Catalogue:
     groups: Tensor | None = None  # int32 (n,): language pair of each sample, for temperature sampling
 
     @classmethod
-    def of_windows(cls, samples: int, lengths: tuple[int, ...]) -> "Catalogue":
+    def uniform(cls, samples: int, lengths: tuple[int, ...]) -> "SplitIndex":
         """The catalogue of samples that all have the same lengths."""
         return cls(samples, torch.tensor([lengths], dtype=torch.int32).expand(samples, -1))
 
 
 @dataclass(frozen=True)
-class TrainedOn:
+class OutputLabels:
     """What the outputs of weights from an earlier run mean."""
 
     vocabulary: bytes | None = None  # SentencePiece's model; None: a vocabulary is learned
@@ -52,7 +52,7 @@ class TrainedOn:
     required: bool = True  # data with other classes are refused; False: the classifier is then initialized
 
 
-UNTRAINED = TrainedOn()
+NO_OUTPUT_LABELS = OutputLabels()
 
 
 class Split(Protocol):
@@ -63,7 +63,7 @@ class Split(Protocol):
     """
 
     @property
-    def catalogue(self) -> Catalogue: ...
+    def split_index(self) -> SplitIndex: ...
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """The first layer's inputs for the samples `indices`, (n, ...) each, of which uint8 images are still to be
@@ -78,7 +78,7 @@ class Split(Protocol):
 
 @dataclass(eq=False)
 class MiniBatches:
-    """The samples of `catalogue` in mini-batches of `batch_size` samples, or of at most `batch_tokens` tokens; either
+    """The samples of `split_index` in mini-batches of `batch_size` samples, or of at most `batch_tokens` tokens; either
     `batch_size` or `batch_tokens` is given. Epochs and positions count from 0.
 
     shuffle: each epoch, images come in a new order; text is sorted by length, with ties in a new order, and cut into
@@ -91,7 +91,7 @@ class MiniBatches:
     Raises InputError for a sample longer than batch_tokens.
     """
 
-    catalogue: Catalogue
+    split_index: SplitIndex
     _: KW_ONLY
     batch_size: int | None
     # n samples padded to lengths (S, T) count as n * max(S, T) tokens: the larger of what encoder and decoder compute
@@ -107,8 +107,8 @@ class MiniBatches:
 
     def __post_init__(self) -> None:
         assert (self.batch_size is None) != (self.batch_tokens is None), (self.batch_size, self.batch_tokens)
-        if self.batch_tokens is not None and self.catalogue.lengths is not None:
-            longest = int(self.catalogue.lengths.max())
+        if self.batch_tokens is not None and self.split_index.lengths is not None:
+            longest = int(self.split_index.lengths.max())
             if self.batch_tokens < longest:
                 why = f"the longest sentence has {longest} tokens; use {longest} or more"
                 raise InvalidSettingError("batch_tokens", self.batch_tokens, why)
@@ -123,9 +123,9 @@ class MiniBatches:
     def size(self, epoch: int, position: int) -> int:
         return len(self.indices(epoch, position))
 
-    def share(self, epoch: int, position: int) -> Share:
+    def shard(self, epoch: int, position: int) -> Shard:
         """The part of the mini-batch that this replica gets."""
-        return share_of(self.size(epoch, position), self.micro_batches, self.replicas, self.replica)
+        return shard_of(self.size(epoch, position), self.micro_batches, self.replicas, self.replica)
 
     def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
         """Tokens that the mini-batch is padded to: those of its longest window, or source and target; () for images."""
@@ -140,13 +140,13 @@ class MiniBatches:
 
     def _cut_epoch(self, epoch: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The indices and the padded lengths of the samples of each mini-batch of an epoch."""
-        lengths = self.catalogue.lengths
+        lengths = self.split_index.lengths
         purpose = "order" if lengths is None else "token order"
-        generator = torch.Generator().manual_seed(seed_of(purpose, self.seed, epoch))
-        order = torch.arange(self.catalogue.samples)
+        generator = torch.Generator().manual_seed(derive_seed(purpose, self.seed, epoch))
+        order = torch.arange(self.split_index.samples)
         if self.temperature not in (None, 1):
-            assert self.catalogue.groups is not None, "no languages to draw from"
-            order = temperature_draws(self.catalogue.groups, self.temperature, self.seed, epoch)
+            assert self.split_index.groups is not None, "no languages to draw from"
+            order = draw_by_temperature(self.split_index.groups, self.temperature, self.seed, epoch)
         if self.shuffle:
             order = order[torch.randperm(len(order), generator=generator)]
         if self.drop_last and self.batch_size is not None:  # before sorting, which would always drop the longest ones
@@ -180,14 +180,14 @@ def language_quotas(counts: list[int], temperature: float) -> list[int]:
     samples = sum(counts)
     weights = [(count / samples) ** (1 / temperature) if count else 0.0 for count in counts]
     exact = [samples * weight / sum(weights) for weight in weights]
-    quotas = [int(share) for share in exact]
+    quotas = [int(quota) for quota in exact]
     by_remainder = sorted(range(len(counts)), key=lambda group: (quotas[group] - exact[group], group))
     for group in by_remainder[: samples - sum(quotas)]:
         quotas[group] += 1
     return quotas
 
 
-def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int) -> Tensor:
+def draw_by_temperature(groups: Tensor, temperature: float, seed: int, epoch: int) -> Tensor:
     """int64 (samples,): the samples that an epoch draws, language by language. groups: each sample's language.
 
     Each language has an endless sequence of permutations of its samples, and epoch e takes its quota from place
@@ -204,14 +204,14 @@ def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int)
     rows = np.where(quotas > 0, (start + quotas - 1) // np.maximum(counts, 1) - first + 1, 0)
     language = np.repeat(np.arange(len(counts)), rows)
     number = np.repeat(first, rows) + _count_up(rows)
-    seeds = _mixed(language.astype(np.uint64) + np.uint64(seed_of("languages", seed)))
-    seeds = _mixed(seeds ^ number.astype(np.uint64))
+    seeds = _mix_bits(language.astype(np.uint64) + np.uint64(derive_seed("languages", seed)))
+    seeds = _mix_bits(seeds ^ number.astype(np.uint64))
     # Expand each row to all samples of its language.
     sizes = counts[language]
     row, place = np.repeat(np.arange(len(language)), sizes), _count_up(sizes)
     members = np.argsort(language_of_sample, kind="stable")  # the samples, language by language
     samples = members[(np.cumsum(counts) - counts)[language[row]] + place]
-    samples = samples[np.lexsort((_mixed(seeds[row] ^ _mixed(samples.astype(np.uint64))), row))]
+    samples = samples[np.lexsort((_mix_bits(seeds[row] ^ _mix_bits(samples.astype(np.uint64))), row))]
     position = number[row] * sizes[row] + place - start[language[row]]
     return torch.from_numpy(samples[(position >= 0) & (position < quotas[language[row]])])
 
@@ -221,7 +221,7 @@ def _count_up(sizes: np.ndarray) -> np.ndarray:
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+def _mix_bits(numbers: np.ndarray) -> np.ndarray:
     """uint64: each number's bits mixed, one to one (SplitMix64's output function: Steele, Lea and Flood, 2014)."""
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

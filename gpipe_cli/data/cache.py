@@ -37,7 +37,7 @@ def cache_folder(setting: str | None) -> Path:
         raise InputError("dataset.cache=null: this user has no home folder; set dataset.cache to a folder") from error
 
 
-def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) -> str:
+def compute_digest(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) -> str:
     """A digest, 32 hexadecimal digits, of a purpose, facts (anything JSON can write) and texts, in order."""
     digest = hashlib.blake2b(json.dumps([purpose, facts], sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
     for text in texts:
@@ -47,7 +47,7 @@ def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) ->
     return digest.hexdigest()
 
 
-def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
+def read_or_make(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
     """The content of `name` in `folder`; made and stored, by a single process, where it is missing or damaged.
 
     Reading needs no permission to write. Raises InputError where the folder cannot be written, and what `make` raises.
@@ -56,7 +56,7 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
     if (content := _read(path)) is not None:
         return content
     try:
-        with locked(folder / f".{name}.lock"):
+        with file_lock(folder / f".{name}.lock"):
             if (content := _read(path)) is None:  # otherwise another process has made it while this process waited
                 content = make()
                 write_whole(path, _digest(content) + content)
@@ -66,13 +66,13 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
         raise InvalidSettingError("dataset.cache", folder, why) from error
 
 
-def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """`cached` for named tensors."""
-    return load(cached(folder, name, lambda: save(make())))
+def read_or_make_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """`read_or_make` for named tensors."""
+    return load(read_or_make(folder, name, lambda: save(make())))
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[None]:
+def file_lock(file: Path) -> Iterator[None]:
     """Holds the lock `file`, which one process at a time can have, except on a file system without locks; the system
     releases it if the process dies."""
     file.parent.mkdir(parents=True, exist_ok=True)

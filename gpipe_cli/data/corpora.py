@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.batches import seed_of
-from gpipe_cli.data.cache import cached, digest_of
-from gpipe_cli.data.splits import OWN_VALIDATION, Splits, split_names
+from gpipe_cli.data.batches import derive_seed
+from gpipe_cli.data.cache import compute_digest, read_or_make
+from gpipe_cli.data.splits import VALIDATION_NAME, Splits, split_names
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.system.files import read_text
 
@@ -76,7 +76,7 @@ def read_text_files(root: Path, validation: object = None) -> Splits[Documents]:
 
     Raises InputError for a folder that is missing or holds no text, and for a file that is not UTF-8.
     """
-    if validation == OWN_VALIDATION or any((root / name).is_dir() for name in ("train", "test")):
+    if validation == VALIDATION_NAME or any((root / name).is_dir() for name in ("train", "test")):
         return Splits(*(_read_folder(root, root / name) for name in split_names(root, validation)))
     parts = [_cut_last_tenth(text) for text in _read_folder(root, root)]
     train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*parts, strict=True))
@@ -159,13 +159,13 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.groups)
 
-    def where(self, index: int) -> str:
+    def origin(self, index: int) -> str:
         """A pair's origin, for a message."""
         if self.lines is not None:
             return f"'{self.file}' line {self.lines[index]}"
         return f"'{self.sources[index]}' ({self.languages[int(self.groups[index])]})"
 
-    def chosen(self, indices: Tensor) -> "Pairs":
+    def select(self, indices: Tensor) -> "Pairs":
         """The pairs `indices` (int64), in that order."""
         rows = indices.tolist()
         return replace(
@@ -182,7 +182,7 @@ def target_language(languages: str) -> str:
     return languages.rpartition("-")[2]
 
 
-def languages_of(pairs: Sequence[str]) -> int:
+def count_languages(pairs: Sequence[str]) -> int:
     """The number of languages in `pairs`, such as `hi_Latn-en`; a language counts once for all its scripts."""
     return len({code.partition("_")[0] for pair in pairs for code in pair.split("-")})
 
@@ -196,14 +196,14 @@ def read_parallel_text(root: Path, validation: object = None) -> Splits[Pairs]:
     selects about 1 line in 20 for the test split, so that no target is in both. Raises InputError for a bad line, a bad
     file or an empty split.
     """
-    if root.is_dir() or validation == OWN_VALIDATION:
+    if root.is_dir() or validation == VALIDATION_NAME:
         files = [root / f"{name}.tsv" for name in split_names(root, validation, ".tsv")]
         rows = [_read_rows(file) for file in files]
     else:
         files = [root, root]
         rows = [[], []]
         for row in _read_rows(root):
-            rows[seed_of(f"test {row[1]}") % _TEST_ONE_IN == 0].append(row)
+            rows[derive_seed(f"test {row[1]}") % _TEST_ONE_IN == 0].append(row)
         for split, part in Splits(*rows).each():
             if not part:
                 why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
@@ -259,12 +259,12 @@ def read_cldr(direction: str, cache: Path) -> Splits[Pairs]:
     import babel
 
     # The digest covers this file's source: a change of the code below must not read what the old code cached.
-    name = digest_of("cldr", babel.__version__, [Path(__file__).read_bytes()])
-    content = json.loads(cached(cache, f"cldr-{name}", lambda: json.dumps(_read_names()).encode()))
-    return Splits(*(_directed(content[split], content["codes"], direction) for split in ("train", "test")))
+    name = compute_digest("cldr", babel.__version__, [Path(__file__).read_bytes()])
+    content = json.loads(read_or_make(cache, f"cldr-{name}", lambda: json.dumps(_read_names()).encode()))
+    return Splits(*(_select_direction(content[split], content["codes"], direction) for split in ("train", "test")))
 
 
-def _names_of(locale: str) -> dict[tuple[str, str], str]:
+def _read_locale_names(locale: str) -> dict[tuple[str, str], str]:
     """(kind, code) -> name in `locale`, without names that are empty or equal their code."""
     from babel import localedata
 
@@ -280,7 +280,7 @@ def _read_names() -> dict[str, Any]:
     """`codes`: those of the languages. `train`, `test`: columns of names, English names and indices into `codes`."""
     from babel import localedata
 
-    english = _names_of("en")
+    english = _read_locale_names("en")
     codes: list[str] = []
     rows: dict[str, list[tuple[str, str, int]]] = {"train": [], "test": []}
     for locale in sorted(localedata.locale_identifiers()):
@@ -288,8 +288,8 @@ def _read_names() -> dict[str, Any]:
         # Territories (de_AT) have two letters or three digits, variants are longer, scripts have four letters.
         if language in ("en", "root") or (rest and not (len(rest) == 4 and rest.isalpha())):
             continue
-        names = _names_of(locale)
-        usual_names = _names_of(language) if rest else {}
+        names = _read_locale_names(locale)
+        usual_names = _read_locale_names(language) if rest else {}
         translated_names = [
             (name, english[entry])
             for entry, name in names.items()
@@ -299,13 +299,13 @@ def _read_names() -> dict[str, Any]:
             continue
         for name, meaning in translated_names:
             # split by a hash of the English name, so that an entry added by a later Babel moves no other
-            drawn = seed_of(f"cldr test {' '.join(meaning.casefold().split())}") % _TEST_ONE_IN
+            drawn = derive_seed(f"cldr test {' '.join(meaning.casefold().split())}") % _TEST_ONE_IN
             rows["train" if drawn else "test"].append((name, meaning, len(codes)))
         codes.append(locale)
     return {"codes": codes} | {split: list(zip(*part, strict=True)) for split, part in rows.items()}
 
 
-def _directed(columns: Any, codes: list[str], direction: str) -> Pairs:
+def _select_direction(columns: Any, codes: list[str], direction: str) -> Pairs:
     """The pairs of a split in one direction or both."""
     names, english, numbers = columns
     groups = torch.tensor(numbers, dtype=torch.int32)

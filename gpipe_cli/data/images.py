@@ -24,18 +24,18 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
-from gpipe_cli.data.batches import UNTRAINED, Catalogue, TrainedOn, seed_of
-from gpipe_cli.data.cache import cache_folder, digest_of
-from gpipe_cli.data.masks import NOTHING, MaskFiles, read_ellipses, read_masks
-from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
+from gpipe_cli.data.batches import NO_OUTPUT_LABELS, OutputLabels, SplitIndex, derive_seed
+from gpipe_cli.data.cache import cache_folder, compute_digest
+from gpipe_cli.data.fine_grained import FINE_GRAINED, read_fine_grained
+from gpipe_cli.data.masks import VOID, MaskFiles, read_ellipses, read_masks
 from gpipe_cli.data.readers import (
-    Files,
+    ImageFiles,
     Samples,
     header_fault,
     read_cifar,
     read_digits,
     read_image_folder,
-    read_noise,
+    read_random_images,
 )
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import IGNORED
@@ -81,11 +81,11 @@ def centre_crop(image: Tensor, side: int) -> Tensor:
     return image[..., top : top + side, left : left + side]
 
 
-def shift(image: Tensor, most: int) -> Tensor:
-    """(C, H, W), moved by up to `most` pixels along each axis; what comes in is black."""
+def shift(image: Tensor, max_pixels: int) -> Tensor:
+    """(C, H, W), moved by up to `max_pixels` pixels along each axis; what comes in is black."""
     height, width = image.shape[-2:]
-    top, left = (int(torch.randint(2 * most + 1, ())) for _ in range(2))
-    return pad(image, [most] * 4)[..., top : top + height, left : left + width]
+    top, left = (int(torch.randint(2 * max_pixels + 1, ())) for _ in range(2))
+    return pad(image, [max_pixels] * 4)[..., top : top + height, left : left + width]
 
 
 def normalize(images: Tensor, dataset: ImagesConfig) -> Tensor:
@@ -124,7 +124,7 @@ def build_transform(
 
         steps.append(v2.RandomHorizontalFlip())
     if settings.shift > 0:
-        steps.append(partial(shift, most=settings.shift))
+        steps.append(partial(shift, max_pixels=settings.shift))
     normalized = partial(normalize, dataset=dataset)
     if settings.cutout > 0:
         steps += [normalized, partial(cutout, side=settings.cutout)]  # no uint8 is the mean
@@ -145,8 +145,8 @@ class ImageSplit:
     seed: int | None  # None: nothing is random
 
     @property
-    def catalogue(self) -> Catalogue:
-        return Catalogue(len(self.samples.targets))
+    def split_index(self) -> SplitIndex:
+        return SplitIndex(len(self.samples.targets))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
         """A single tensor, (n, 3, image_size, image_size): uint8, still to be normalized, or normalized float32."""
@@ -163,26 +163,26 @@ class ImageSplit:
         # The transforms draw from the default generator only; its state is restored afterwards.
         with torch.random.fork_rng(devices=[]):
             # `torch.manual_seed` would seed every accelerator, too
-            torch.default_generator.manual_seed(seed_of("augmentation", self.seed, epoch, index))
+            torch.default_generator.manual_seed(derive_seed("augmentation", self.seed, epoch, index))
             return self.transform(image)
 
 
-def open_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> Splits[ImageSplit]:
+def open_images(dataset: ImagesConfig, seed: int, output_labels: OutputLabels = NO_OUTPUT_LABELS) -> Splits[ImageSplit]:
     """The splits of a data set. `seed` determines synthetic images, what is held out of the training set, and the
     augmentation, which applies to the training set only. Raises InputError as `find_images`.
     """
     side = shorter_side(dataset)
-    training, *others = (samples for _, samples in find_images(dataset, seed, trained_on).each())
+    training, *others = (samples for _, samples in find_images(dataset, seed, output_labels).each())
     plain, augmented = (build_transform(dataset, side, steps) for steps in (None, dataset.augmentation))
     return Splits(ImageSplit(training, augmented, seed), *(ImageSplit(samples, plain, None) for samples in others))
 
 
-def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAINED) -> Splits[Samples]:
+def find_images(dataset: ImagesConfig, seed: int, output_labels: OutputLabels = NO_OUTPUT_LABELS) -> Splits[Samples]:
     """The samples of each split, whose images are as they are stored. `seed` determines synthetic ones, and which are
-    held out. Classes of the same names as in `trained_on` have its order.
+    held out. Classes of the same names as in `output_labels` have its order.
 
     Raises InputError for missing, empty or damaged data, a wrong number of classes, and classes other than those that
-    `trained_on` requires.
+    `output_labels` requires.
     """
     splits = _read(dataset, seed)
     names = splits.training.class_names
@@ -193,18 +193,18 @@ def find_images(dataset: ImagesConfig, seed: int, trained_on: TrainedOn = UNTRAI
                 "dataset.root", dataset.root, f"{why} ({first_few(unshared)}); complete or remove them"
             )
     chosen = tuple(range(len(names))) if dataset.classes is None else dataset.classes
-    if names and trained_on.classes:
-        chosen = _in_order_of(trained_on, names, chosen, dataset)
-    by_name = trained_on.required and trained_on.classes  # whatever other classes there are
+    if names and output_labels.classes:
+        chosen = _order_classes(output_labels, names, chosen, dataset)
+    by_name = output_labels.required and output_labels.classes  # whatever other classes there are
     if names and not by_name and dataset.num_classes != len(names):
         why = f"{dataset.name} has {len(names)} classes ({first_few(names)})"
         raise InvalidSettingError(
             "dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}"
         )
     if dataset.classes is not None or chosen != tuple(range(len(names))):
-        splits = Splits(*_choose(chosen, dataset, splits))
+        splits = Splits(*_select_classes(chosen, dataset, splits))
     if isinstance(dataset.validation, float):
-        training, validation = splits.training.divided("dataset.validation", dataset.validation, seed)
+        training, validation = splits.training.split_off("dataset.validation", dataset.validation, seed)
         splits = Splits(training, splits.test, validation)
     _check_targets(dataset, splits)
     return splits
@@ -218,14 +218,14 @@ def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
     """
     files = list[tuple[str, bool]]()
     for _, samples in splits.each():
-        files += [(path, False) for path in samples.pixels.paths] if isinstance(samples.pixels, Files) else []
+        files += [(path, False) for path in samples.pixels.paths] if isinstance(samples.pixels, ImageFiles) else []
         files += [(path, True) for path in samples.targets.masks] if isinstance(samples.targets, MaskFiles) else []
     files = files[:: -(-len(files) // _MOST_HEADERS) or 1]
     remembered: Path | None = None
     with suppress(OSError, InputError):  # a file that is gone; a user without a home folder
         states = ((path, os.stat(path)) for path, _ in files)
         facts = [(os.path.abspath(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in states]
-        remembered = cache_folder(None) / f"{digest_of('headers', facts)}.headers"
+        remembered = cache_folder(None) / f"{compute_digest('headers', facts)}.headers"
         if not files or remembered.exists():
             return
     phase(f"reading the headers of {plural(len(files), 'file')}")
@@ -256,29 +256,29 @@ def _read(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
 
             return read_cifar(CIFAR10 if name == "cifar10" else CIFAR100, root, download=dataset.download)
         case "synthetic_images":
-            return read_noise(dataset, seed)
+            return read_random_images(dataset, seed)
         case "synthetic_masks":
             return read_ellipses(dataset, seed)
         case "image_masks":
             return read_masks(root, dataset)
         case "image_folder":
             return read_image_folder(root, dataset, seed)
-        case _ if name in PHOTOGRAPHS:
-            return read_photographs(name, root, download=dataset.download, partial=dataset.partial)
+        case _ if name in FINE_GRAINED:
+            return read_fine_grained(name, root, download=dataset.download, partial=dataset.partial)
     return Splits(*import_module(f"gpipe_cli.data.{name}").read(dataset, seed))
 
 
-def _in_order_of(
-    trained_on: TrainedOn, names: Sequence[str], chosen: tuple[int, ...], dataset: ImagesConfig
+def _order_classes(
+    output_labels: OutputLabels, names: Sequence[str], chosen: tuple[int, ...], dataset: ImagesConfig
 ) -> tuple[int, ...]:
     """The numbers, in `names`, of the classes that the weights were trained on, in their order; `chosen` if the data
     have others and need not have these. Raises InvalidSettingError if they must."""
-    saved = [_key(name) for name in trained_on.classes or ()]
-    numbers = {_key(name): number for number, name in enumerate(names)}
-    same = {*saved} == {_key(names[number]) for number in chosen if 0 <= number < len(names)}
-    if same or (trained_on.required and dataset.classes is not None and {*saved} <= numbers.keys()):
+    saved = [_class_key(name) for name in output_labels.classes or ()]
+    numbers = {_class_key(name): number for number, name in enumerate(names)}
+    same = {*saved} == {_class_key(names[number]) for number in chosen if 0 <= number < len(names)}
+    if same or (output_labels.required and dataset.classes is not None and {*saved} <= numbers.keys()):
         return tuple(numbers[name] for name in saved)
-    if not trained_on.required:
+    if not output_labels.required:
         return chosen
     missing, added = [name for name in saved if name not in numbers], [name for name in numbers if name not in saved]
     pairs = (("only there", missing), ("only here", added))
@@ -290,10 +290,10 @@ def _in_order_of(
 
 def same_classes(names: Sequence[str], others: Sequence[str]) -> bool:
     """Whether two lists name the same classes in the same order."""
-    return [*map(_key, names)] == [*map(_key, others)]
+    return [*map(_class_key, names)] == [*map(_class_key, others)]
 
 
-def _key(name: str) -> str:
+def _class_key(name: str) -> str:
     """What a class is known by: a WordNet id, whatever words follow it, or else its name."""
     return name[:9] if _WORDNET_ID.match(name) else name
 
@@ -307,14 +307,14 @@ def _check_targets(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
         pieces = [targets] if isinstance(targets, Tensor) else one_by_one
         if not any(bool((piece != IGNORED).any()) for piece in pieces):
             key, value = ("dataset", dataset.name) if dataset.root is None else ("dataset.root", dataset.root)
-            why = f"where the {name} images are cut, all pixels of their masks are {NOTHING}, which is nothing to learn"
+            why = f"where the {name} images are cut, all pixels of their masks are {VOID}, which is nothing to learn"
             use = "give masks with classes"
             if isinstance(dataset.validation, float) and name != "test":
                 use += ", or another share dataset.validation"
             raise InvalidSettingError(key, value, f"{why}; {use}")
 
 
-def centre_share(dataset: ImagesConfig) -> float:
+def centre_crop_ratio(dataset: ImagesConfig) -> float:
     """The share of a test image's shorter side that its centre crop keeps: 0.875 for ImageNet and folders, as in the
     TPU code; 1 for all other sets, as the paper's transfer images are "resized to 480x480".
 
@@ -326,10 +326,10 @@ def centre_share(dataset: ImagesConfig) -> float:
 
 def shorter_side(dataset: ImagesConfig) -> int:
     """The pixels to which the shorter side of a test image is scaled before its centre is cut out."""
-    return max(dataset.image_size, round(dataset.image_size / centre_share(dataset)))
+    return max(dataset.image_size, round(dataset.image_size / centre_crop_ratio(dataset)))
 
 
-def _choose(classes: tuple[int, ...], dataset: ImagesConfig, splits: Splits[Samples]) -> Iterator[Samples]:
+def _select_classes(classes: tuple[int, ...], dataset: ImagesConfig, splits: Splits[Samples]) -> Iterator[Samples]:
     """The samples of `classes` in each split, in their old order; classes[i] becomes class i. Raises InputError."""
     name, names = dataset.name, splits.training.class_names
     count = len(names) or dataset.num_classes
@@ -345,5 +345,5 @@ def _choose(classes: tuple[int, ...], dataset: ImagesConfig, splits: Splits[Samp
         if len(kept) == 0:
             why = f"{name} has no {split} image of these classes; choose others or complete it"
             raise InvalidSettingError("dataset.classes", classes, why)
-        chosen_names = tuple(names[number] for number in classes) if names else ()
-        yield replace(samples, targets=targets, class_names=chosen_names).chosen(kept)
+        selected_names = tuple(names[number] for number in classes) if names else ()
+        yield replace(samples, targets=targets, class_names=selected_names).select(kept)

@@ -39,7 +39,7 @@ class UnreadableError(RuntimeError):
     """A mini-batch of a training that has begun cannot be read."""
 
 
-class Coming(NamedTuple):
+class BatchRequest(NamedTuple):
     """Mini-batch `position` of `epoch` of a split, which a run will read: this replica's samples of it."""
 
     split: SplitName
@@ -49,20 +49,22 @@ class Coming(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def coming(split: SplitName, batches: MiniBatches, places: Iterable[tuple[int, int]] | None = None) -> Iterator[Coming]:
+def batch_requests(
+    split: SplitName, batches: MiniBatches, places: Iterable[tuple[int, int]] | None = None
+) -> Iterator[BatchRequest]:
     """The mini-batches at `places`, (epoch, position), of which this replica has samples; None: all of epoch 0."""
     for epoch, position in batches.stream(0, 0, 1) if places is None else places:
-        if (share := batches.share(epoch, position)).sizes:
-            indices = batches.indices(epoch, position)[share.samples].tolist()
-            yield Coming(split, epoch, position, indices, batches.lengths(epoch, position))
+        if (shard := batches.shard(epoch, position)).sizes:
+            indices = batches.indices(epoch, position)[shard.samples].tolist()
+            yield BatchRequest(split, epoch, position, indices, batches.lengths(epoch, position))
 
 
-class LoadedBatches:
+class PrefetchedBatches:
     """Iterator over the first stage's inputs: a tuple of tensors (n, ...) for each mini-batch of which this replica has
     n > 0 samples. Loading ends when `next` raises InputError (unreadable image) or LoaderDiedError (dead worker)."""
 
     def __init__(
-        self, splits: Mapping[SplitName, Split], order: Iterable[Coming], workers: int, ahead: int = 2
+        self, splits: Mapping[SplitName, Split], order: Iterable[BatchRequest], workers: int, prefetch: int = 2
     ) -> None:
         """Start loading the mini-batches of `splits` in `order`.
 
@@ -70,17 +72,19 @@ class LoadedBatches:
         many mini-batches each worker prepares before they are requested.
         """
         self._splits = splits
-        self._requested: deque[Coming] = deque()  # of workers, in the order of `order`
-        self._current: Coming | None = None  # the mini-batch that `next` has returned, or is to return after a `peek`
+        self._requested: deque[BatchRequest] = deque()  # of workers, in the order of `order`
+        self._current: BatchRequest | None = (
+            None  # the mini-batch that `next` has returned, or is to return after a `peek`
+        )
         # Without pin_memory=True: the loader would ask CUDA for GPUs before it forks, and pin in a thread that opens a
         # context on GPU 0 as long as this process has none on its own GPU. `accelerator.to_device` pins batches.
         loader: DataLoader[Any] = DataLoader(
             _Batches(self._splits),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key of the sampler stands for a whole mini-batch
-            sampler=self._noted(order),
+            sampler=self._record_order(order),
             collate_fn=lambda batch: batch,  # torch's own would make tensors of arrays
             num_workers=workers,
-            prefetch_factor=ahead if workers else None,
+            prefetch_factor=prefetch if workers else None,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=partial(_set_up_worker, os.getpid()),
             generator=torch.Generator(),  # otherwise the loader draws a number from the run's default generator
@@ -102,7 +106,7 @@ class LoadedBatches:
         self.gives_zeros = False  # whether `take` is to return zeros in its place
         self.gave_zeros = False
 
-    def _noted(self, order: Iterable[Coming]) -> Iterator[Coming]:
+    def _record_order(self, order: Iterable[BatchRequest]) -> Iterator[BatchRequest]:
         for batch in order:
             self._requested.append(batch)
             yield batch
@@ -177,12 +181,13 @@ class LoadedBatches:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """Maps a `Coming` to a mini-batch, of arrays where /dev/shm has no room for its tensors; or to the message of an
+    """Maps a `BatchRequest` to a mini-batch, of arrays where /dev/shm has no room for its tensors; or to the message of
+    an
     InputError: raised in a worker, the exception would arrive as the text of its traceback."""
 
     splits: Mapping[SplitName, Split]
 
-    def __getitem__(self, key: Coming) -> tuple[Tensor | np.ndarray, ...] | str:
+    def __getitem__(self, key: BatchRequest) -> tuple[Tensor | np.ndarray, ...] | str:
         try:
             inputs = self.splits[key.split].inputs(key.epoch, key.indices, key.lengths)
         except InputError as error:

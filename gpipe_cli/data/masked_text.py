@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.batches import Catalogue, seed_of
+from gpipe_cli.data.batches import SplitIndex, derive_seed
 from gpipe_cli.data.text import SyntheticText, TextSplit
 from gpipe_cli.data.vocabulary import IGNORED, UNKNOWN
 
-SELECTED = 0.15  # share of a window's tokens, rounded to 1 or more
-MASKED, RANDOM = 0.8, 0.1  # shares of those that become the mask token, and a random token; the others stay
+SELECTED_SHARE = 0.15  # share of a window's tokens, rounded to 1 or more
+MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1  # shares of those that become the mask token, and a random token; the others stay
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,28 +38,28 @@ class MaskedText:
         return cls(windows, vocabulary.mask, vocabulary.end, vocabulary.size, seed)
 
     @property
-    def catalogue(self) -> Catalogue:
-        return Catalogue.of_windows(self.windows.full_windows, (self.windows.length,))
+    def split_index(self) -> SplitIndex:
+        return SplitIndex.uniform(self.windows.full_windows, (self.windows.length,))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """A single tensor: int64 (n, length)."""
-        return (self._masked(epoch, indices, lengths)[0],)
+        return (self._mask_windows(epoch, indices, lengths)[0],)
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, length): the token that was selected, whatever is seen in its place; else IGNORED."""
-        return self._masked(epoch, indices.tolist(), lengths)[1]
+        return self._mask_windows(epoch, indices.tolist(), lengths)[1]
 
-    def _masked(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _mask_windows(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         (tokens,) = self.windows.inputs(epoch, indices, lengths)
         targets = torch.full_like(tokens, IGNORED)
-        count = max(1, round(SELECTED * self.windows.length))
+        count = max(1, round(SELECTED_SHARE * self.windows.length))
         for row, target, index in zip(tokens, targets, indices, strict=True):
-            generator = torch.Generator().manual_seed(seed_of("mask", self.seed, epoch, index))
+            generator = torch.Generator().manual_seed(derive_seed("mask", self.seed, epoch, index))
             order = torch.rand(len(row), generator=generator) + (row == self.end)
             selected = order.argsort()[:count]
             kinds = torch.rand(count, generator=generator)
             others = torch.randint(self.vocabulary_size, (count,), generator=generator)
             target[selected] = row[selected]
-            shown = torch.where(kinds < MASKED + RANDOM, others, row[selected])
-            row[selected] = shown.masked_fill(kinds < MASKED, self.mask)
+            shown = torch.where(kinds < MASKED_SHARE + RANDOM_SHARE, others, row[selected])
+            row[selected] = shown.masked_fill(kinds < MASKED_SHARE, self.mask)
         return tokens, targets

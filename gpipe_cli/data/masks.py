@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.data.batches import seed_of
-from gpipe_cli.data.readers import Files, Samples, decoded, is_image
+from gpipe_cli.data.batches import derive_seed
+from gpipe_cli.data.readers import ImageFiles, Samples, is_image, open_image
 from gpipe_cli.data.splits import Splits, split_names
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError, InvalidSettingError, one_line
 
-NOTHING = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
-_LOOKED_AT = 16  # masks from all of a split, which are read before others
+VOID = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
+_SAMPLED_MASKS = 16  # masks from all of a split, which are read before others
 SHAPES = 4  # ellipses in a synthetic image
 
 
@@ -37,7 +37,7 @@ class Ellipses:
 
     def mask(self, index: int) -> Tensor:
         """int64 (S, S)."""
-        generator = torch.Generator().manual_seed(seed_of("shapes", self.seed, index))
+        generator = torch.Generator().manual_seed(derive_seed("shapes", self.seed, index))
         mask = torch.zeros(self.image_size, self.image_size, dtype=torch.int64)
         places = torch.arange(self.image_size) / self.image_size
         for _ in range(SHAPES):
@@ -49,7 +49,7 @@ class Ellipses:
 
     def __getitem__(self, index: int) -> Tensor:
         """float32 (3, S, S) in [0, 1]: half of a pixel is noise."""
-        generator = torch.Generator().manual_seed(seed_of("noise", self.seed, index))
+        generator = torch.Generator().manual_seed(derive_seed("noise", self.seed, index))
         noise = torch.rand(3, self.image_size, self.image_size, generator=generator)
         return (self.colours[self.mask(index)].permute(2, 0, 1) + noise) / 2
 
@@ -67,7 +67,7 @@ class EllipseMasks:
     def __getitem__(self, indices: Tensor) -> Tensor:
         return torch.stack([self.images.mask(number) for number in self.numbers[indices].tolist()])
 
-    def chosen(self, indices: Tensor) -> "EllipseMasks":
+    def select(self, indices: Tensor) -> "EllipseMasks":
         return replace(self, numbers=self.numbers[indices])
 
 
@@ -89,17 +89,17 @@ class MaskFiles:
         for another size than its image's, and for other classes."""
         return torch.stack([self._read(index) for index in indices.tolist()])
 
-    def chosen(self, indices: Tensor) -> "MaskFiles":
+    def select(self, indices: Tensor) -> "MaskFiles":
         images, masks = (tuple(paths[index] for index in indices.tolist()) for paths in (self.images, self.masks))
         return replace(self, images=images, masks=masks)
 
     def _read(self, index: int) -> Tensor:
         path = self.masks[index]
         try:
-            with decoded(path) as image:
+            with open_image(path) as image:
                 size, mode = image.size, image.mode
                 values = np.asarray(image).astype(np.int64)
-            with decoded(self.images[index]) as image:
+            with open_image(self.images[index]) as image:
                 needed_size = image.size
         except Exception as error:  # whatever Pillow raises for damaged bytes
             raise InputError(f"mask '{path}': cannot be read ({one_line(error)}); replace or delete it") from error
@@ -113,20 +113,20 @@ class MaskFiles:
         resized = interpolate(torch.from_numpy(values).float()[None, None], lengths, mode="nearest")[0, 0].long()
         top, left = (round((length - self.image_size) / 2) for length in lengths)
         mask = resized[top : top + self.image_size, left : left + self.image_size]
-        mask = mask.masked_fill(mask == NOTHING, IGNORED)
-        if (most := int(mask.max())) >= self.classes:
-            allowed = f"classes are 0 to {self.classes - 1} (dataset.num_classes={self.classes}), {NOTHING} is nothing"
-            raise InputError(f"mask '{path}': has class {most}; {allowed}")
+        mask = mask.masked_fill(mask == VOID, IGNORED)
+        if (max_class := int(mask.max())) >= self.classes:
+            allowed = f"classes are 0 to {self.classes - 1} (dataset.num_classes={self.classes}), {VOID} is nothing"
+            raise InputError(f"mask '{path}': has class {max_class}; {allowed}")
         return mask
 
 
 def read_ellipses(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
     """Synthetic images with their masks."""
-    colours = torch.rand(dataset.num_classes, 3, generator=torch.Generator().manual_seed(seed_of("colours", seed)))
+    colours = torch.rand(dataset.num_classes, 3, generator=torch.Generator().manual_seed(derive_seed("colours", seed)))
 
     def split(name: str, count: int | None) -> Samples:
         assert count, name
-        images = Ellipses(seed_of(f"masks {name}", seed), dataset.image_size, colours)
+        images = Ellipses(derive_seed(f"masks {name}", seed), dataset.image_size, colours)
         return Samples(images, EllipseMasks(images, torch.arange(count)), ())
 
     return Splits(split("train", dataset.train_samples), split("test", dataset.test_samples))
@@ -138,8 +138,8 @@ def read_masks(root: Path, dataset: ImagesConfig) -> Splits[Samples]:
     mask has a class but 0."""
     splits = Splits(*(_read_split(root / name, dataset) for name in split_names(root, dataset.validation)))
     assert isinstance(splits.training.targets, MaskFiles)
-    if _name_no_class(splits.training.targets.masks):
-        why = f"all training masks have the values 0 and {NOTHING} only, and {NOTHING} is nothing to learn"
+    if _have_only_background(splits.training.targets.masks):
+        why = f"all training masks have the values 0 and {VOID} only, and {VOID} is nothing to learn"
         raise InvalidSettingError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
     return splits
 
@@ -155,24 +155,24 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
         raise InvalidSettingError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
     image_paths = tuple(images[name] for name in names)
     targets = MaskFiles(image_paths, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
-    return Samples(Files(image_paths), targets, (), skipped)
+    return Samples(ImageFiles(image_paths), targets, (), skipped)
 
 
-def _name_no_class(masks: Sequence[str]) -> bool:
+def _have_only_background(masks: Sequence[str]) -> bool:
     """Whether the masks have pixels of class 0 and of NOTHING, and no others: the first mask of another kind, a damaged
     one among them, ends the search, which begins with masks from all of the split."""
     values = set[int]()
-    stride = -(-len(masks) // _LOOKED_AT)
+    stride = -(-len(masks) // _SAMPLED_MASKS)
     for path in chain.from_iterable(masks[start::stride] for start in range(stride)):
         try:
-            with decoded(path) as image:
+            with open_image(path) as image:
                 pixels = np.asarray(image)
         except Exception:  # it is refused when it is needed, with its name
             return False
         values.update(np.unique(pixels).tolist())
-        if pixels.ndim > 2 or values - {0, NOTHING}:
+        if pixels.ndim > 2 or values - {0, VOID}:
             return False
-    return values == {0, NOTHING}
+    return values == {0, VOID}
 
 
 def _files_in(folder: Path, skipped: Counter[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """One pipeline's share of a mini-batch: consecutive micro-batches of the R x M of all R pipelines."""
 
     first_sample: int
@@ -32,14 +32,14 @@ class Share:
         return slice(self.first_sample, self.first_sample + sum(self.sizes))
 
 
-def share_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Share:
+def shard_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Shard:
     """The share of pipeline `replica`: at most `micro_batches`, M, micro-batches. All R shares together are the
     micro-batches of a single pipeline with R x M (law 7 of recipes/contributing.md).
 
-    >>> share_of(7, 2, replicas=2, replica=1)
-    Share(first_sample=4, first_micro_batch=2, sizes=(2, 1))
+    >>> shard_of(7, 2, replicas=2, replica=1)
+    Shard(first_sample=4, first_micro_batch=2, sizes=(2, 1))
     """
     sizes = micro_batch_sizes(samples, replicas * micro_batches)
     counts = [len(sizes) // replicas + (number < len(sizes) % replicas) for number in range(replicas)]
     first = sum(counts[:replica])
-    return Share(sum(sizes[:first]), first, sizes[first : first + counts[replica]])
+    return Shard(sum(sizes[:first]), first, sizes[first : first + counts[replica]])

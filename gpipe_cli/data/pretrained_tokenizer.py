@@ -16,7 +16,7 @@ from typing import Any
 from gpipe_cli.errors import InvalidSettingError, one_line
 
 
-class PretrainedTokenizer:
+class HFTokenizer:
     """The mapping from text to token ids of a folder, as `save_pretrained` writes it, or of a name on the hub."""
 
     def __init__(self, place: str) -> None:

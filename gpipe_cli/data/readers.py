@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.data.batches import seed_of
-from gpipe_cli.data.cache import locked
+from gpipe_cli.data.batches import derive_seed
+from gpipe_cli.data.cache import file_lock
 from gpipe_cli.data.splits import Splits, divide, split_names
 from gpipe_cli.errors import InputError, InvalidSettingError, one_line, show
 from gpipe_cli.system.files import folders_in, open_regular
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 # Endings of image files: torchvision's (torchvision.datasets.folder), and others that every Pillow decodes.
-ENDINGS = (
+IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif", ".jpe",
 )  # fmt: skip
 # Pillow looks at a file's bytes and not at its ending: for EPS it would start Ghostscript, with a program from the file
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 # Pillow's modes of images
-_FORMS = {
+_MODE_NAMES = {
     "1": "1-bit", "L": "8-bit grey", "LA": "8-bit grey", "I;16": "16-bit grey (scaled to 8)", "P": "palette",
     "RGB": "8-bit RGB", "RGBA": "8-bit RGB", "CMYK": "CMYK",
 }  # fmt: skip
 _UNKNOWN_RANGE = ("I", "F")  # modes of 32 bits
 _ORIENTATION = 0x0112  # the EXIF tag
-_DESCRIBED = 300  # about as many files are looked into for the banner
+_DESCRIBED_FILES = 300  # about as many files are looked into for the banner
 
 
 class Pixels(Protocol):
@@ -62,7 +62,7 @@ class Masks(Protocol):
 
     def __getitem__(self, indices: Tensor, /) -> Tensor: ...
 
-    def chosen(self, indices: Tensor) -> "Masks":
+    def select(self, indices: Tensor) -> "Masks":
         """The masks `indices`, int64 (n,), in that order."""
         ...
 
@@ -83,31 +83,31 @@ class Samples:
     ) -> "Samples":
         """Samples from (path, target) of each image file."""
         targets = torch.tensor([target for _, target in listed], dtype=torch.int64)
-        return cls(Files(tuple(path for path, _ in listed)), targets, class_names, skipped or Counter())
+        return cls(ImageFiles(tuple(path for path, _ in listed)), targets, class_names, skipped or Counter())
 
-    def divided(self, setting: str, share: float, seed: int) -> tuple["Samples", "Samples"]:
+    def split_off(self, setting: str, share: float, seed: int) -> tuple["Samples", "Samples"]:
         """What stays, and what `setting` takes out: the `share` of each class; of masks that of all samples. Raises
         InvalidSettingError."""
         classes = (
             self.targets if isinstance(self.targets, Tensor) else torch.zeros(len(self.targets), dtype=torch.int64)
         )
-        staying, taken = divide(classes, setting, share, seed)
+        kept, held_out = divide(classes, setting, share, seed)
         # files that were skipped are counted once
-        return self.chosen(staying), replace(self.chosen(taken), skipped=Counter())
+        return self.select(kept), replace(self.select(held_out), skipped=Counter())
 
-    def chosen(self, indices: Tensor) -> "Samples":
+    def select(self, indices: Tensor) -> "Samples":
         """The samples `indices`, int64 (n,), in that order."""
         places = indices.tolist()
-        if isinstance(self.pixels, Files):
-            pixels: Pixels = Files(tuple(self.pixels.paths[place] for place in places))
+        if isinstance(self.pixels, ImageFiles):
+            pixels: Pixels = ImageFiles(tuple(self.pixels.paths[place] for place in places))
         else:
             pixels = Subset(self.pixels, places)  # type: ignore[arg-type]  # anything with an index
-        targets = self.targets[indices] if isinstance(self.targets, Tensor) else self.targets.chosen(indices)
+        targets = self.targets[indices] if isinstance(self.targets, Tensor) else self.targets.select(indices)
         return replace(self, pixels=pixels, targets=targets)
 
 
 @dataclass(frozen=True, eq=False)
-class Files:
+class ImageFiles:
     """One image file per sample, of any size and colour mode: 16 bits become 8, and what is transparent is white."""
 
     paths: tuple[str, ...]
@@ -119,7 +119,7 @@ class Files:
 
         path = self.paths[index]
         try:
-            with decoded(path) as image:
+            with open_image(path) as image:
                 mode = image.mode
                 if mode.startswith("I;16"):  # Pillow would cut all values above 255
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -135,22 +135,22 @@ class Files:
             raise InputError(f"image file '{path}': {why}")
         return pixels
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """What the images are by their headers, of some files that are evenly chosen: nothing is decoded."""
         from PIL import Image
 
-        chosen = self.paths[:: -(-len(self.paths) // _DESCRIBED)]
+        sampled = self.paths[:: -(-len(self.paths) // _DESCRIBED_FILES)]
         forms, turned = Counter[str](), 0
-        for path in chosen:
+        for path in sampled:
             with (
                 suppress(Exception),
                 open_regular(Path(path)) as file,
                 Image.open(file, formats=_FORMATS) as image,
             ):  # refused when read
-                form = _FORMS.get(image.mode[:4], image.mode)  # without the order of bytes
+                form = _MODE_NAMES.get(image.mode[:4], image.mode)  # without the order of bytes
                 forms[f"{form} drawn on white" if image.has_transparency_data else form] += 1
                 turned += image.getexif().get(_ORIENTATION) in range(2, 9)  # others are no orientations
-        count = f"{len(chosen):,} of {len(self.paths):,}" if len(chosen) < len(self.paths) else f"{len(chosen):,}"
+        count = f"{len(sampled):,} of {len(self.paths):,}" if len(sampled) < len(self.paths) else f"{len(sampled):,}"
         kinds = ", ".join(f"{form} {number:,}" for form, number in forms.most_common())
         return f"{count} files: {kinds}" + (f"; {turned:,} turned by their tag" if turned else "")
 
@@ -164,12 +164,12 @@ def header_fault(path: str, *, mask: bool = False) -> str:
             return "" if mask or image.mode not in _UNKNOWN_RANGE else f"32-bit numbers (Pillow's mode {image.mode})"
     except UnidentifiedImageError:
         return "no image" if os.path.getsize(path) else "empty"
-    except Exception as error:  # as in `Files`
+    except Exception as error:  # as in `ImageFiles`
         return one_line(error)
 
 
 @contextmanager
-def decoded(path: str) -> "Iterator[Image]":
+def open_image(path: str) -> "Iterator[Image]":
     """An image file, turned as its EXIF tag says. Raises whatever Pillow raises for damaged bytes."""
     from PIL import Image, ImageOps
 
@@ -184,7 +184,7 @@ def is_image(path: str, skipped: Counter[str]) -> bool:
     name = os.path.basename(path)  # a Path would take most of the time of listing a million files
     if name.startswith("."):
         return False
-    shown = name.lower().endswith(ENDINGS)
+    shown = name.lower().endswith(IMAGE_SUFFIXES)
     if "." not in name:
         from PIL import Image, UnidentifiedImageError
 
@@ -200,7 +200,7 @@ def is_image(path: str, skipped: Counter[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Noise:
+class RandomImages:
     """Random images, each a function of (seed, index)."""
 
     seed: int
@@ -209,7 +209,7 @@ class Noise:
     def __getitem__(self, index: int) -> Tensor:
         """uint8 (3, S, S), uniform over 0..255."""
         shape = (3, self.image_size, self.image_size)
-        generator = torch.Generator().manual_seed(seed_of("noise", self.seed, index))
+        generator = torch.Generator().manual_seed(derive_seed("noise", self.seed, index))
         # Eight pixels from each 64-bit number: a number per pixel would take eight times as long.
         words = torch.empty(-(-math.prod(shape) // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
         return words.view(torch.uint8)[: math.prod(shape)].view(shape)
@@ -236,7 +236,7 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits
     """CIFAR-10 or CIFAR-100 (50,000 / 10,000 images, 32x32) through torchvision's reader, which checks each file's MD5.
     Raises InputError if files are missing or damaged."""
     try:
-        with locked(root / ".download.lock") if download else nullcontext():
+        with file_lock(root / ".download.lock") if download else nullcontext():
             splits = [reader(str(root), train=train, download=download) for train in (True, False)]
     except (RuntimeError, OSError) as error:
         why = f"the files of '{root / reader.base_folder}' are missing or damaged ({one_line(error)})"
@@ -259,14 +259,14 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits
     )
 
 
-def read_noise(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
+def read_random_images(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
     """Random images with random targets, for speed and memory experiments: the speed tables need no data set."""
 
     def split(setting: str, count: int | None) -> Samples:
         assert count, setting
-        generator = torch.Generator().manual_seed(seed_of(f"targets {setting}", seed))
+        generator = torch.Generator().manual_seed(derive_seed(f"targets {setting}", seed))
         targets = torch.randint(dataset.num_classes, (count,), generator=generator)
-        return Samples(Noise(seed_of(f"images {setting}", seed), dataset.image_size), targets, ())
+        return Samples(RandomImages(derive_seed(f"images {setting}", seed), dataset.image_size), targets, ())
 
     return Splits(split("train_samples", dataset.train_samples), split("test_samples", dataset.test_samples))
 
@@ -282,7 +282,7 @@ def read_image_folder(root: Path, dataset: ImagesConfig, seed: int) -> Splits[Sa
         why = f"'{root}' has a folder train, beside which root/test or root/val is the test set"
         raise InvalidSettingError("dataset.test", dataset.test, f"{why}; use dataset.test=null")
     (everything,) = read_folders(root, f"expected '{root}/<class>/*.jpg'", "")
-    return Splits(*everything.divided("dataset.test", dataset.test, seed))
+    return Splits(*everything.split_off("dataset.test", dataset.test, seed))
 
 
 def read_folders(root: Path, expected: str, *names: str) -> list[Samples]:
@@ -297,15 +297,15 @@ def read_folders(root: Path, expected: str, *names: str) -> list[Samples]:
         skipped = Counter[str]()
         try:
             numbers = {name: number for number, name in enumerate(folders_in(folder))}
-            listed = make_dataset(str(folder), numbers, is_valid_file=partial(_is_shown_image, str(folder), skipped))
+            listed = make_dataset(str(folder), numbers, is_valid_file=partial(_is_visible_image, str(folder), skipped))
         except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
-            endings = f"files end in {' '.join(ENDINGS)}, or have no ending"
+            endings = f"files end in {' '.join(IMAGE_SUFFIXES)}, or have no ending"
             why = f"'{folder}' cannot be read ({one_line(error).partition(' Supported')[0]}); {endings}; {expected}"
             raise InvalidSettingError("dataset.root", root, why) from error
         splits.append(Samples.of_files(listed, tuple(map(show, numbers)), skipped))
     return splits
 
 
-def _is_shown_image(folder: str, skipped: Counter[str], path: str) -> bool:
+def _is_visible_image(folder: str, skipped: Counter[str], path: str) -> bool:
     # a notebook server keeps copies in hidden folders
     return "/." not in path[len(folder) :] and is_image(path, skipped)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.settings import SplitName
-from gpipe_cli.data.batches import seed_of
+from gpipe_cli.data.batches import derive_seed
 from gpipe_cli.errors import InvalidSettingError
 
 T = TypeVar("T")
@@ -43,21 +43,21 @@ def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tenso
     strata: int64 (n,), the stratum of each sample, such as its class. seed: of the run; another setting draws other
     samples. Raises InvalidSettingError if no sample is taken.
     """
-    shuffled = torch.randperm(len(strata), generator=torch.Generator().manual_seed(seed_of(setting, seed)))
+    shuffled = torch.randperm(len(strata), generator=torch.Generator().manual_seed(derive_seed(setting, seed)))
     by_stratum = shuffled[strata[shuffled].argsort(stable=True)]
     sizes = strata.bincount()
     rank = torch.arange(len(strata)) - (sizes.cumsum(0) - sizes)[strata[by_stratum]]
     # rounded so that their sum is rounded only once
     quotas = (sizes.cumsum(0) * share).round().long().diff(prepend=torch.tensor([0]))
-    taken = torch.zeros(len(strata), dtype=torch.bool)
-    taken[by_stratum] = rank < quotas.minimum((sizes - 1).clamp(min=0))[strata[by_stratum]]
-    if not taken.any():
+    held_out = torch.zeros(len(strata), dtype=torch.bool)
+    held_out[by_stratum] = rank < quotas.minimum((sizes - 1).clamp(min=0))[strata[by_stratum]]
+    if not held_out.any():
         why = f"that is less than one of {len(strata)} samples"
         raise InvalidSettingError(setting, share, f"{why}; use a larger share, or {setting}=null")
-    return (~taken).nonzero().flatten(), taken.nonzero().flatten()
+    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
 
 
-OWN_VALIDATION = "val"  # of dataset.validation, and the name of the folder or the file
+VALIDATION_NAME = "val"  # of dataset.validation, and the name of the folder or the file
 
 
 def split_names(root: Path, validation: object = None, suffix: str = "") -> list[str]:
@@ -66,12 +66,12 @@ def split_names(root: Path, validation: object = None, suffix: str = "") -> list
 
     Raises InvalidSettingError if there is no validation set, or it would be the test set, too.
     """
-    has = {name: (root / f"{name}{suffix}").exists() for name in ("test", OWN_VALIDATION)}
-    if validation == OWN_VALIDATION:
+    has = {name: (root / f"{name}{suffix}").exists() for name in ("test", VALIDATION_NAME)}
+    if validation == VALIDATION_NAME:
         for name in has:
             if not has[name]:
                 why = f"'{root / name}{suffix}' is not there, and the test set cannot be the validation set"
                 use = "add it, or use a share of the training set, dataset.validation=0.1"
                 raise InvalidSettingError("dataset.validation", validation, f"{why}; {use}")
-        return ["train", "test", OWN_VALIDATION]
-    return ["train", OWN_VALIDATION if has[OWN_VALIDATION] and not has["test"] else "test"]
+        return ["train", "test", VALIDATION_NAME]
+    return ["train", VALIDATION_NAME if has[VALIDATION_NAME] and not has["test"] else "test"]

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.groups import TEXTS, TextConfig
-from gpipe_cli.data.batches import Catalogue, seed_of
-from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
+from gpipe_cli.data.batches import SplitIndex, derive_seed
+from gpipe_cli.data.cache import cache_folder, compute_digest, read_or_make_tensors
 from gpipe_cli.data.corpora import Documents, Pairs, read_cldr, read_parallel_text, read_python_docs, read_text_files
-from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
+from gpipe_cli.data.pretrained_tokenizer import HFTokenizer
 from gpipe_cli.data.splits import Splits, divide
 from gpipe_cli.data.translation import PairSplit, open_pairs
-from gpipe_cli.data.vocabulary import BEGIN, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
+from gpipe_cli.data.vocabulary import BEGIN, IGNORED, PAD, UNKNOWN, SentencePieceTokenizer, make_tokenizer
 from gpipe_cli.errors import InvalidSettingError
 
-_SHARE = "dataset.validation"
+_VALIDATION_SETTING = "dataset.validation"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,20 +35,20 @@ class TextSplit:
 
     tokens: Tensor
     length: int
-    vocabulary: Vocabulary | PretrainedTokenizer
+    vocabulary: SentencePieceTokenizer | HFTokenizer
     windows: Tensor | None = None
 
     @property
-    def catalogue(self) -> Catalogue:
-        return Catalogue.of_windows(len(self._numbers), (self.length,))
+    def split_index(self) -> SplitIndex:
+        return SplitIndex.uniform(len(self._window_indexes), (self.length,))
 
     @property
     def full_windows(self) -> int:
         """The number of windows without padding; the only other comes last."""
-        return int((self._numbers < (len(self.tokens) - 1) // self.length).sum())
+        return int((self._window_indexes < (len(self.tokens) - 1) // self.length).sum())
 
     @property
-    def _numbers(self) -> Tensor:
+    def _window_indexes(self) -> Tensor:
         return torch.arange(-(-(len(self.tokens) - 1) // self.length)) if self.windows is None else self.windows
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -59,7 +59,7 @@ class TextSplit:
         """int64 (n, length): the token that follows each input token; IGNORED where there is none."""
         return self._windows(indices, first=1, padding=IGNORED)
 
-    def predicted(self) -> Tensor:
+    def predicted_tokens(self) -> Tensor:
         """int64 (tokens,): all target tokens in order, without padding."""
         if self.windows is None:
             return self.tokens[1:].long()
@@ -74,21 +74,21 @@ class TextSplit:
 
 
 def open_documents(
-    documents: Splits[Documents], dataset: TextConfig, length: int, pieces: bytes | None = None
+    documents: Splits[Documents], dataset: TextConfig, length: int, saved_model: bytes | None = None
 ) -> Splits[TextSplit]:
-    """Take the tokenizer or the vocabulary of `pieces`, or learn a vocabulary from the training documents; encode each
-    split. Raises InputError."""
+    """Take the tokenizer or the vocabulary of `saved_model`, or learn a vocabulary from the training documents; encode
+    each split. Raises InputError."""
     cache = cache_folder(dataset.cache)
     if dataset.tokenizer is not None:
-        vocabulary: Vocabulary | PretrainedTokenizer = PretrainedTokenizer(dataset.tokenizer)
+        vocabulary: SentencePieceTokenizer | HFTokenizer = HFTokenizer(dataset.tokenizer)
         if vocabulary.size > dataset.vocabulary:
             why = f"dataset.tokenizer has {vocabulary.size} tokens; use dataset.vocabulary={vocabulary.size} or more"
             raise InvalidSettingError("dataset.vocabulary", dataset.vocabulary, why)
     else:
         # A line end is encoded as its byte and need not be learned.
         lines = [line for document in documents.training for line in document.split("\n") if line.strip()]
-        vocabulary = make_vocabulary(lines, dataset.vocabulary, cache, word_prefix=False, pieces=pieces)
-    splits = documents.map(lambda part: TextSplit(_encoded(part, vocabulary, cache), length, vocabulary))
+        vocabulary = make_tokenizer(lines, dataset.vocabulary, cache, add_dummy_prefix=False, saved_model=saved_model)
+    splits = documents.map(lambda part: TextSplit(_encode_corpus(part, vocabulary, cache), length, vocabulary))
     for name, split in splits.each():
         if len(split.tokens) <= length:
             why = f"the {name} text has only {len(split.tokens)} tokens, and a window needs one more than its length"
@@ -97,15 +97,15 @@ def open_documents(
     return splits
 
 
-def _encoded(documents: Sequence[str], vocabulary: Vocabulary | PretrainedTokenizer, cache: Path) -> Tensor:
+def _encode_corpus(documents: Sequence[str], vocabulary: SentencePieceTokenizer | HFTokenizer, cache: Path) -> Tensor:
     """The tokens of all documents, int32 (stream,), kept in `cache`."""
 
     def encode() -> dict[str, Tensor]:
         parts = [np.array([*ids, vocabulary.end], dtype=np.int32) for ids in vocabulary.encode(documents)]
         return {"tokens": torch.from_numpy(np.concatenate(parts))}
 
-    name = digest_of("documents", list(documents), [vocabulary.model])
-    return cached_tensors(cache, f"documents-{name}", encode)["tokens"]
+    name = compute_digest("documents", list(documents), [vocabulary.model])
+    return read_or_make_tensors(cache, f"documents-{name}", encode)["tokens"]
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class SyntheticText:
     pairs: bool
 
     @property
-    def catalogue(self) -> Catalogue:
-        return Catalogue.of_windows(self.samples, (self.length,) * (2 if self.pairs else 1))
+    def split_index(self) -> SplitIndex:
+        return SplitIndex.uniform(self.samples, (self.length,) * (2 if self.pairs else 1))
 
     @property
     def full_windows(self) -> int:
@@ -144,7 +144,7 @@ class SyntheticText:
         tokens = 2 * self.length if self.pairs else self.length + 1
         sequences = torch.empty((len(indices), tokens), dtype=torch.int64)
         for row, index in zip(sequences, indices, strict=True):
-            generator = torch.Generator().manual_seed(seed_of("tokens", self.seed, index))
+            generator = torch.Generator().manual_seed(derive_seed("tokens", self.seed, index))
             row.random_(UNKNOWN + 1, self.vocabulary_size, generator=generator)
         return sequences
 
@@ -153,7 +153,7 @@ TextSplits = Splits[TextSplit] | Splits[PairSplit] | Splits[SyntheticText]
 
 
 def open_text(
-    dataset: TextConfig, *, length: int, seed: int, pairs: bool = False, pieces: bytes | None = None
+    dataset: TextConfig, *, length: int, seed: int, pairs: bool = False, saved_model: bytes | None = None
 ) -> TextSplits:
     """The splits of a data set.
 
@@ -168,7 +168,7 @@ def open_text(
     share = dataset.validation if isinstance(dataset.validation, float) else None
     match dataset.name:
         case "synthetic_text":
-            return _synthetic(dataset, length, seed, pairs)
+            return _make_synthetic(dataset, length, seed, pairs)
         case "python_docs":
             read = read_python_docs()
         case "text_files":
@@ -180,47 +180,49 @@ def open_text(
         case _:
             read = Splits(*import_module(f"gpipe_cli.data.{dataset.name}").read(dataset))
     if TEXTS[dataset.name].pairs:
-        return open_pairs(read if share is None else _divided_pairs(read, share, seed), dataset, length, pieces)
-    splits = open_documents(read, dataset, length, pieces)
-    return splits if share is None else _divided_windows(splits, share, seed)
+        return open_pairs(read if share is None else _split_off_pairs(read, share, seed), dataset, length, saved_model)
+    splits = open_documents(read, dataset, length, saved_model)
+    return splits if share is None else _split_off_windows(splits, share, seed)
 
 
-def _synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) -> Splits[SyntheticText]:
+def _make_synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) -> Splits[SyntheticText]:
     counts = {"train_samples": dataset.train_samples or 0, "test_samples": dataset.test_samples or 0}
     if isinstance(dataset.validation, float):  # as all samples are alike, any others will do
-        staying, taken = divide(
-            torch.zeros(counts["train_samples"], dtype=torch.int64), _SHARE, dataset.validation, seed
+        kept, held_out = divide(
+            torch.zeros(counts["train_samples"], dtype=torch.int64), _VALIDATION_SETTING, dataset.validation, seed
         )
-        counts |= {"train_samples": len(staying), "validation_samples": len(taken)}
+        counts |= {"train_samples": len(kept), "validation_samples": len(held_out)}
     return Splits(
         *(
-            SyntheticText(count, length, dataset.vocabulary, seed_of(f"text {setting}", seed), pairs)
+            SyntheticText(count, length, dataset.vocabulary, derive_seed(f"text {setting}", seed), pairs)
             for setting, count in counts.items()
         )
     )
 
 
-def _divided_windows(splits: Splits[TextSplit], share: float, seed: int) -> Splits[TextSplit]:
+def _split_off_windows(splits: Splits[TextSplit], share: float, seed: int) -> Splits[TextSplit]:
     """The `share` of the training windows becomes the validation set. Raises InvalidSettingError if that is none."""
     training = splits.training
-    staying, taken = divide(torch.zeros(training.catalogue.samples, dtype=torch.int64), _SHARE, share, seed)
-    return Splits(replace(training, windows=staying), splits.test, replace(training, windows=taken))
+    kept, held_out = divide(
+        torch.zeros(training.split_index.samples, dtype=torch.int64), _VALIDATION_SETTING, share, seed
+    )
+    return Splits(replace(training, windows=kept), splits.test, replace(training, windows=held_out))
 
 
-def _divided_pairs(pairs: Splits[Pairs], share: float, seed: int) -> Splits[Pairs]:
+def _split_off_pairs(pairs: Splits[Pairs], share: float, seed: int) -> Splits[Pairs]:
     """The pairs of the `share` of the targets become the validation set, so that no target is in both sets. Raises
     InvalidSettingError if that is none."""
     training = pairs.training
     numbers: dict[str, int] = {}
     of_pair = torch.tensor([numbers.setdefault(target, len(numbers)) for target in training.references])
-    parts = divide(torch.zeros(len(numbers), dtype=torch.int64), _SHARE, share, seed)
-    staying, taken = (training.chosen(torch.isin(of_pair, part).nonzero().flatten()) for part in parts)
-    return Splits(staying, pairs.test, taken)
+    parts = divide(torch.zeros(len(numbers), dtype=torch.int64), _VALIDATION_SETTING, share, seed)
+    kept, held_out = (training.select(torch.isin(of_pair, part).nonzero().flatten()) for part in parts)
+    return Splits(kept, pairs.test, held_out)
 
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:
     """The test perplexity of a model that knows only the tokens' counts in training (plus 1): the baseline that a
     model must beat to have learned anything from their order."""
-    counts = torch.bincount(train.predicted(), minlength=train.vocabulary.size).double() + 1
-    surprise = -(counts / counts.sum()).log()[test.predicted()]
+    counts = torch.bincount(train.predicted_tokens(), minlength=train.vocabulary.size).double() + 1
+    surprise = -(counts / counts.sum()).log()[test.predicted_tokens()]
     return float(surprise.mean().exp())

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.config.groups import TextConfig
-from gpipe_cli.data.batches import Catalogue
-from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
+from gpipe_cli.data.batches import SplitIndex
+from gpipe_cli.data.cache import cache_folder, compute_digest, read_or_make_tensors
 from gpipe_cli.data.corpora import Pairs, target_language
 from gpipe_cli.data.splits import Splits
-from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make_vocabulary
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, SentencePieceTokenizer, make_tokenizer
 from gpipe_cli.errors import InvalidSettingError
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class RaggedTokens:
     """Token sequences of any length, concatenated: a list of lists would need a Python object for each token."""
 
     values: Tensor  # int32 (tokens,)
@@ -35,7 +35,7 @@ class Sequences:
         return self.lengths.cumsum(0) - self.lengths
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]]) -> "Sequences":
+    def of(cls, sequences: Sequence[Sequence[int]]) -> "RaggedTokens":
         values = np.fromiter(chain.from_iterable(sequences), dtype=np.int32)
         return cls(torch.from_numpy(values), torch.tensor(list(map(len, sequences)), dtype=torch.int64))
 
@@ -47,9 +47,9 @@ class Sequences:
         positions = (self._starts[indices, None] + columns).clamp_(max=len(self.values) - 1)
         return self.values[positions].long().masked_fill_(columns >= lengths, padding)
 
-    def where(self, kept: Tensor) -> "Sequences":
+    def filter(self, kept: Tensor) -> "RaggedTokens":
         """The sequences for which `kept`, bool (sequences,), is true."""
-        return Sequences(self.values[kept.repeat_interleave(self.lengths)], self.lengths[kept])
+        return RaggedTokens(self.values[kept.repeat_interleave(self.lengths)], self.lengths[kept])
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,42 +57,42 @@ class PairSplit:
     """The tokens of the training or the test pairs, a `Split`; they are the same in every epoch."""
 
     pairs: Pairs
-    sources: Sequences  # [target language] + pieces + [end]
-    answers: Sequences  # pieces + [end]; the decoder sees [begin] + pieces
-    vocabulary: Vocabulary
+    sources: RaggedTokens  # [target language] + pieces + [end]
+    targets: RaggedTokens  # pieces + [end]; the decoder sees [begin] + pieces
+    vocabulary: SentencePieceTokenizer
     dropped: int = 0  # pairs that were left out because they are too long for the model
 
     @cached_property
-    def catalogue(self) -> Catalogue:
-        lengths = torch.stack([self.sources.lengths, self.answers.lengths], dim=1).to(torch.int32)
-        return Catalogue(len(self.pairs), lengths=lengths, groups=self.pairs.groups)
+    def split_index(self) -> SplitIndex:
+        lengths = torch.stack([self.sources.lengths, self.targets.lengths], dim=1).to(torch.int32)
+        return SplitIndex(len(self.pairs), lengths=lengths, groups=self.pairs.groups)
 
     @property
-    def longer(self) -> Tensor:
+    def max_length(self) -> Tensor:
         """int64 (n,): tokens of the longer side of each pair, special tokens included."""
-        return torch.maximum(self.sources.lengths, self.answers.lengths)
+        return torch.maximum(self.sources.lengths, self.targets.lengths)
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Encoder input (n, S) and decoder input (n, T), both int64; `lengths` is (S, T)."""
         chosen = torch.tensor(indices)
-        answers = self.answers.padded(chosen, lengths[1], PAD)
-        so_far = torch.cat([torch.full((len(indices), 1), BEGIN), answers[:, :-1]], dim=1)
+        targets = self.targets.padded(chosen, lengths[1], PAD)
+        so_far = torch.cat([torch.full((len(indices), 1), BEGIN), targets[:, :-1]], dim=1)
         # END is only predicted, never an input, as nothing follows it. No text encodes to its id.
         return self.sources.padded(chosen, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, T): the token that follows each token of the decoder input; IGNORED where there is none."""
-        return self.answers.padded(indices, lengths[1], IGNORED)
+        return self.targets.padded(indices, lengths[1], IGNORED)
 
-    def predicted(self) -> Tensor:
+    def predicted_tokens(self) -> Tensor:
         """int64 (tokens,): all target tokens in order, without padding."""
-        return self.answers.values.long()
+        return self.targets.values.long()
 
 
 def open_pairs(
-    pairs: Splits[Pairs], dataset: TextConfig, length: int, pieces: bytes | None = None
+    pairs: Splits[Pairs], dataset: TextConfig, length: int, saved_model: bytes | None = None
 ) -> Splits[PairSplit]:
-    """Learn the vocabulary from both sides of the training pairs, or take that of `pieces`, and encode each split.
+    """Learn the vocabulary from both sides of the training pairs, or take that of `saved_model`, and encode each split.
 
     length: the most tokens of a source or a target that the model takes, special ones included. Raises InputError for
     longer pairs, or with `dataset.drop_long` leaves them out and raises InputError if none is left.
@@ -101,11 +101,13 @@ def open_pairs(
     # Each text once: in a corpus of many languages the same English sentence occurs once per language.
     texts = dict.fromkeys(chain(pairs.training.sources, pairs.training.references))
     symbols = sorted({_symbol(pair) for pair in pairs.training.languages})
-    vocabulary = make_vocabulary(texts, dataset.vocabulary, cache, symbols=symbols, word_prefix=True, pieces=pieces)
-    splits = pairs.map(lambda part: _encoded(part, vocabulary, cache))
+    vocabulary = make_tokenizer(
+        texts, dataset.vocabulary, cache, symbols=symbols, add_dummy_prefix=True, saved_model=saved_model
+    )
+    splits = pairs.map(lambda part: _encode_pairs(part, vocabulary, cache))
     if not dataset.drop_long:
         _check_lengths([split for _, split in splits.each()], length)
-    shortened = splits.map(lambda split: _without_long(split, length))
+    shortened = splits.map(lambda split: _drop_too_long(split, length))
     for name, split in shortened.each():
         if len(split.pairs) == 0:
             why = f"every {name} pair is longer; use a larger model.length, or shorter sentences"
@@ -117,45 +119,46 @@ def _symbol(languages: str) -> str:
     return f"<2{target_language(languages)}>"
 
 
-def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
+def _encode_pairs(pairs: Pairs, vocabulary: SentencePieceTokenizer, cache: Path) -> PairSplit:
     """The tokens of both sides of `pairs`, kept in `cache`."""
 
     def encode() -> dict[str, Tensor]:
         language_ids = [vocabulary.symbol(_symbol(name)) for name in pairs.languages]
         encoded = zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources), strict=True)
-        sources = Sequences.of([[language_ids[group], *ids, END] for group, ids in encoded])
-        answers = Sequences.of([[*ids, END] for ids in vocabulary.encode(pairs.references)])
+        sources = RaggedTokens.of([[language_ids[group], *ids, END] for group, ids in encoded])
+        targets = RaggedTokens.of([[*ids, END] for ids in vocabulary.encode(pairs.references)])
         return {
             "sources": sources.values,
             "source lengths": sources.lengths,
-            "answers": answers.values,
-            "answer lengths": answers.lengths,
+            "answers": targets.values,
+            "answer lengths": targets.lengths,
         }
 
     texts = "\n".join(chain(pairs.sources, pairs.references))  # every sentence is a line
-    name = digest_of("pairs", [pairs.languages, pairs.groups.tolist()], [texts, vocabulary.model])
-    stored = cached_tensors(cache, f"pairs-{name}", encode)
-    sources = Sequences(stored["sources"], stored["source lengths"])
-    return PairSplit(pairs, sources, Sequences(stored["answers"], stored["answer lengths"]), vocabulary)
+    name = compute_digest("pairs", [pairs.languages, pairs.groups.tolist()], [texts, vocabulary.model])
+    stored = read_or_make_tensors(cache, f"pairs-{name}", encode)
+    sources = RaggedTokens(stored["sources"], stored["source lengths"])
+    return PairSplit(pairs, sources, RaggedTokens(stored["answers"], stored["answer lengths"]), vocabulary)
 
 
 def _check_lengths(splits: list[PairSplit], length: int) -> None:
     """Raises InputError, naming the longest pair, if it has more than `length` tokens on a side."""
-    split = max(splits, key=lambda split: int(split.longer.max()))
-    longest = int(split.longer.max())
+    split = max(splits, key=lambda split: int(split.max_length.max()))
+    longest = int(split.max_length.max())
     if longest > length:
-        too_long = sum(int((split.longer > length).sum()) for split in splits)
-        why = f"{split.pairs.where(int(split.longer.argmax()))} has {longest} tokens, and {too_long} pairs are too long"
+        too_long = sum(int((split.max_length > length).sum()) for split in splits)
+        pair = split.pairs.origin(int(split.max_length.argmax()))
+        why = f"{pair} has {longest} tokens, and {too_long} pairs are too long"
         use = f"use model.length={longest} or more, or dataset.drop_long=true"
         raise InvalidSettingError("model.length", length, f"{why}; {use}")
 
 
-def _without_long(split: PairSplit, length: int) -> PairSplit:
-    kept = split.longer <= length
+def _drop_too_long(split: PairSplit, length: int) -> PairSplit:
+    kept = split.max_length <= length
     return replace(
         split,
-        pairs=split.pairs.chosen(kept.nonzero().flatten()),
-        sources=split.sources.where(kept),
-        answers=split.answers.where(kept),
+        pairs=split.pairs.select(kept.nonzero().flatten()),
+        sources=split.sources.filter(kept),
+        targets=split.targets.filter(kept),
         dropped=int((~kept).sum()),
     )

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.data.cache import cached, digest_of
+from gpipe_cli.data.cache import compute_digest, read_or_make
 from gpipe_cli.errors import InputError, InvalidSettingError, one_line
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
@@ -32,7 +32,7 @@ _MIN_COVERAGE = 0.98  # SentencePiece takes no less
 _MAX_CHARACTERS = 1000  # of a line; SentencePiece silently skips lines of more than 4192 bytes
 
 
-class Vocabulary:
+class SentencePieceTokenizer:
     """The mapping between text and token ids. model: the content of SentencePiece's model file."""
 
     end = END
@@ -65,29 +65,30 @@ class Vocabulary:
         return int(self._processor.piece_to_id(name))
 
 
-def make_vocabulary(
+def make_tokenizer(
     texts: Iterable[str],
     size: int,
     cache: Path,
     *,
     symbols: Sequence[str] = (),
-    word_prefix: bool,
-    pieces: bytes | None = None,
-) -> Vocabulary:
+    add_dummy_prefix: bool,
+    saved_model: bytes | None = None,
+) -> SentencePieceTokenizer:
     """Learn `size` ids, or fewer if the texts (lines or sentences) yield no more, with SentencePiece's unigram model;
-    kept in `cache`. The same arguments give the same bytes. Or take `pieces`, the vocabulary of an earlier run: in a
-    new vocabulary, learned from other text, every id would mean something else.
+    kept in `cache`. The same arguments give the same bytes. Or take `saved_model`, the vocabulary of an earlier run: in
+    a new vocabulary, learned from other text, every id would mean something else.
 
-    symbols: such as `<2en>`, with ids that no text encodes to. word_prefix: put a space before each text, so that its
+    symbols: such as `<2en>`, with ids that no text encodes to. add_dummy_prefix: put a space before each text, so that
+        its
     first word is the same piece as elsewhere; wrong for lines of a longer text, whose spaces are to be predicted.
 
-    Raises InputError for a size that is too small for the texts, for `pieces` that are damaged, have more ids or lack a
-    symbol, and if the cache cannot be written.
+    Raises InputError for a size that is too small for the texts, for `saved_model` that are damaged, have more ids or
+    lack a symbol, and if the cache cannot be written.
     """
-    if pieces is not None:
-        vocabulary = Vocabulary(pieces)
+    if saved_model is not None:
+        vocabulary = SentencePieceTokenizer(saved_model)
         try:
-            stored_size = vocabulary.size if pieces else 0
+            stored_size = vocabulary.size if saved_model else 0
         except RuntimeError:
             stored_size = 0
         if stored_size == 0:
@@ -119,10 +120,10 @@ def make_vocabulary(
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
         "allow_whitespace_only_pieces": True,  # indentation
-        "add_dummy_prefix": word_prefix,
+        "add_dummy_prefix": add_dummy_prefix,
     }
-    name = digest_of("vocabulary", [sentencepiece.__version__, options], lines)
-    return Vocabulary(cached(cache, f"vocabulary-{name}", lambda: _train(lines, options)))
+    name = compute_digest("vocabulary", [sentencepiece.__version__, options], lines)
+    return SentencePieceTokenizer(read_or_make(cache, f"vocabulary-{name}", lambda: _train(lines, options)))
 
 
 def _train(lines: list[str], options: dict[str, Any]) -> bytes:

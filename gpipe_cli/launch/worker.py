@@ -76,17 +76,17 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
             sent += 1
         activity[base] += 1
 
-    def until_handled() -> None:
+    def flush_messages() -> None:
         awaited = sent
         while activity[HANDLED] < awaited:
             time.sleep(_LOOKS_SECONDS)
 
-    process = WorkerProcess(job.process, connect, report, on_action, until_handled)
+    process = WorkerProcess(job.process, connect, report, on_action, flush_messages)
     try:
         job.task(process)
     except Exception as error:
         failure = _failure(job.process, error)
-        for finish in process.before_failing:
+        for finish in process.on_failure:
             with contextlib.suppress(Exception):  # a consequence, as of a lost device: the first failure is reported
                 finish()
         with contextlib.suppress(OSError):  # the parent has ended

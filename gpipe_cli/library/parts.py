@@ -18,7 +18,7 @@ from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processe
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun_env import Torchrun, limit_waits
 from gpipe_cli.errors import InputError, InvalidSettingError, with_type
-from gpipe_cli.models.custom import fault_of
+from gpipe_cli.models.custom import why_not_sequential
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
 from gpipe_cli.planner.cut import balanced
 from gpipe_cli.planner.data_sheet import sheet_of_devices
@@ -125,7 +125,7 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
         if strange := [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]:
             raise InvalidSettingError("layers", strange[0], "is no module; give an nn.Sequential, or a list of modules")
         layers = nn.Sequential(*layers)
-    if fault := fault_of(layers):
+    if fault := why_not_sequential(layers):
         raise InvalidSettingError("layers", type(layers).__name__, fault)
     assert isinstance(layers, nn.Sequential)
     for name, tensor in (*layers.named_parameters(), *layers.named_buffers()):

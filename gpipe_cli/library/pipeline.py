@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN
-from gpipe_cli.assembly.optimizer import clip, norms_of
+from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms
 from gpipe_cli.config.typed import typed
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import global_norm
@@ -317,7 +317,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         processes must call it together."""
         self._require_open("clip_grad_norm_")
         gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
-        local_norms = norms_of(list(gradients.values())).cpu()
+        local_norms = gradient_norms(list(gradients.values())).cpu()
         # the whole model has a tied weight under a single name, so that its other copies do not count
         norm_of_name = {
             name: norm
@@ -326,7 +326,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         }
         in_order = [norm_of_name[name] for name, _ in self._model.named_parameters() if name in norm_of_name]
         all_norms = torch.stack(in_order) if in_order else local_norms
-        clip(list(gradients.values()), all_norms, max_norm)
+        clip_gradients(list(gradients.values()), all_norms, max_norm)
         return global_norm(all_norms)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -555,7 +555,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             summed = list(dict.fromkeys((*part.tied.parameters, *(() if replicas is None else self.parameters()))))
         # a replayed graph adds to the memory that the last step's gradient has
         earlier_gradients = [
-            parameter.grad.clone() if part.uses_graphs and parameter.grad is not None else parameter.grad
+            parameter.grad.clone() if part.uses_cuda_graphs and parameter.grad is not None else parameter.grad
             for parameter in summed
         ]
         for parameter in summed:
@@ -687,7 +687,7 @@ def _check_same_in_replicas(replicas: Replicas, tensors: Mapping[str, torch.Tens
     floats = {name: tensor.detach().float() for name, tensor in tensors.items()}
     if not floats:
         return
-    norms = torch.stack(list(replicas.gather(norms_of(list(floats.values()))))).nan_to_num()
+    norms = torch.stack(list(replicas.gather(gradient_norms(list(floats.values()))))).nan_to_num()
     for name, norms_of_tensor in zip(floats, norms.unbind(1), strict=True):
         if norms_of_tensor.ne(norms_of_tensor[0]).any():
             raise InputError(f"replicas={replicas.size}: {name} has other values in another replica; {remedy}")

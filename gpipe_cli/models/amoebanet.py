@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli.errors import InvalidSettingError
-from gpipe_cli.models import operations
+from gpipe_cli.models import amoebanet_ops
 
 
 class ScheduledDropPath(nn.Module):
@@ -140,18 +140,18 @@ class Cell(nn.Module):
         stride: int,
         current: FeatureMap,
         previous: FeatureMap | None,
-        norm: operations.Norm,
+        norm: amoebanet_ops.Norm,
         drop_path: float,
     ) -> None:
         super().__init__()
         self.genotype = genotype
         size = -(-current.size // stride)  # SAME padding
         self.output = FeatureMap(filters * len(genotype.output), size)
-        self.current = operations.convolution(current.channels, filters, norm)
-        self.previous = _match(previous, filters, current.size, norm)
+        self.current = amoebanet_ops.convolution(current.channels, filters, norm)
+        self.previous = _match_previous(previous, filters, current.size, norm)
         channels = [filters, current.channels if previous is None else filters] + [filters] * len(genotype.pairs)
-        self.operations = nn.ModuleList(
-            operations.operation(name, channels[state], filters, stride if state < 2 else 1, norm)
+        self.amoebanet_ops = nn.ModuleList(
+            amoebanet_ops.make_operation(name, channels[state], filters, stride if state < 2 else 1, norm)
             for pair in genotype.pairs
             for name, state in pair
         )
@@ -165,13 +165,13 @@ class Cell(nn.Module):
         current, previous, *auxiliary = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         states = [self.current(F.relu(current)), self.previous(previous)]
         rectified: dict[int, Tensor] = {}
-        remaining = iter(self.operations)
+        remaining = iter(self.amoebanet_ops)
         for pair in self.genotype.pairs:
             results = []
             for name, state in pair:
                 operation = next(remaining)
                 x = states[state]
-                if isinstance(operation, operations.AfterRelu):
+                if isinstance(operation, amoebanet_ops.PreActivated):
                     if state not in rectified:
                         rectified[state] = F.relu(x)
                     x = rectified[state]
@@ -181,13 +181,13 @@ class Cell(nn.Module):
         return (output, current, *auxiliary)
 
 
-def _match(previous: FeatureMap | None, filters: int, size: int, norm: operations.Norm) -> nn.Module:
+def _match_previous(previous: FeatureMap | None, filters: int, size: int, norm: amoebanet_ops.Norm) -> nn.Module:
     """Brings `previous` to `filters` channels of `size` x `size` pixels; starts with ReLU unless it is the identity."""
     if previous is None or previous == (filters, size):  # the first cell reads the stem, whatever its channels
         return nn.Identity()
     if previous.size != size:
-        return operations.FactorizedReduction(previous.channels, filters, norm)
-    return nn.Sequential(nn.ReLU(), operations.convolution(previous.channels, filters, norm))
+        return amoebanet_ops.FactorizedReduction(previous.channels, filters, norm)
+    return nn.Sequential(nn.ReLU(), amoebanet_ops.convolution(previous.channels, filters, norm))
 
 
 STEM_CHANNELS = 32
@@ -204,21 +204,21 @@ class AuxiliaryHead(nn.Module):
     torch refuses to train it on a micro-batch of a single example.
     """
 
-    def __init__(self, x: FeatureMap, num_classes: int, norm: operations.Norm) -> None:
+    def __init__(self, x: FeatureMap, num_classes: int, norm: amoebanet_ops.Norm) -> None:
         super().__init__()
         inner, outer = AUXILIARY_CHANNELS
         size = (x.size - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
         self.features = nn.Sequential(
             nn.AvgPool2d(AUXILIARY_POOL, AUXILIARY_STRIDE),
-            operations.Convolution(x.channels, inner),
+            amoebanet_ops.Convolution(x.channels, inner),
             norm(inner),
-            operations.relu_after_norm(),
-            operations.Convolution(inner, outer, (size, size)),
+            amoebanet_ops.relu_after_norm(),
+            amoebanet_ops.Convolution(inner, outer, (size, size)),
             norm(outer),
-            operations.relu_after_norm(),
+            amoebanet_ops.relu_after_norm(),
             nn.Flatten(),
         )
-        self.logits = operations.Linear(outer, num_classes)
+        self.logits = amoebanet_ops.Linear(outer, num_classes)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self.training:
@@ -233,7 +233,7 @@ class Classifier(nn.Module):
     def __init__(self, channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(dropout)
-        self.logits = operations.Linear(channels, num_classes)
+        self.logits = amoebanet_ops.Linear(channels, num_classes)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         x, _, *auxiliary = inputs
@@ -309,14 +309,14 @@ def amoebanet(
     return nn.Sequential(layers)
 
 
-def _stem(image_size: int, norm: operations.Norm, *, small: bool) -> tuple[nn.Module, FeatureMap]:
+def _stem(image_size: int, norm: amoebanet_ops.Norm, *, small: bool) -> tuple[nn.Module, FeatureMap]:
     """3x3 convolution (stride 2; small: 1) to 32 channels and batch norm, without ReLU.
 
     Departs from the reference: its stem for small images, which the paper never trains on, does not pad (32 pixels
     become 30); ours does, so that 32 and 64 pixels halve evenly.
     """
-    convolution = operations.Convolution(3, STEM_CHANNELS, (3, 3), (2, 2))
+    convolution = amoebanet_ops.Convolution(3, STEM_CHANNELS, (3, 3), (2, 2))
     if small:
-        convolution = operations.SameConvolution(3, STEM_CHANNELS, (3, 3))
+        convolution = amoebanet_ops.SameConvolution(3, STEM_CHANNELS, (3, 3))
     size = image_size if small else (image_size - 3) // 2 + 1
     return nn.Sequential(convolution, norm(STEM_CHANNELS)), FeatureMap(STEM_CHANNELS, size)

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe_cli.config.groups import TARGET
 from gpipe_cli.errors import InputError, InvalidSettingError, with_type
-from gpipe_cli.models.skips import Sequence
+from gpipe_cli.models.skips import SkipSequential
 
 
 def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
@@ -45,7 +45,7 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         raise InvalidSettingError(
             TARGET, target, f"{why}; no .item(), no tolist() and no loading of files there"
         ) from error
-    if fault := fault_of(model):
+    if fault := why_not_sequential(model):
         raise InvalidSettingError(TARGET, target, fault)
     return model
 
@@ -74,14 +74,14 @@ def _find(target: str) -> Any:
     return function
 
 
-def fault_of(model: Any) -> str:
+def why_not_sequential(model: Any) -> str:
     """Why a model cannot be a pipeline: it is no plain sequence, has a module at two places, of which only the first
     would be run, has no shapes yet, or nothing to train; else ""."""
     kind = type(model).__name__
     if not isinstance(model, nn.Sequential):
         return f"is an object of type {kind}, and no nn.Sequential, whose children are the layers"
     extras = [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
-    if type(model).forward not in (nn.Sequential.forward, Sequence.forward) or "forward" in vars(model):
+    if type(model).forward not in (nn.Sequential.forward, SkipSequential.forward) or "forward" in vars(model):
         extras.append("a forward")
     if any((model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)):
         extras.append("hooks")

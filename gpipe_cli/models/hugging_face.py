@@ -34,8 +34,8 @@ from gpipe_cli.models.hugging_face_layers import (
     DecoderBlock,
     EncoderBlock,
     EncoderNorm,
+    HFLayer,
     Mask,
-    Piece,
     SourceEmbedding,
     TargetEmbedding,
     TokenEmbedding,
@@ -44,34 +44,34 @@ from gpipe_cli.models.hugging_face_layers import (
 from gpipe_cli.models.hugging_face_weights import InitialValues, Weights, adapters_in
 
 # Family, `model_type` in config.json -> modules of the embedding, the list of blocks, and what follows the last block.
-_LIKE_LLAMA = ("embed_tokens", "layers", "norm")
+_LLAMA_MODULES = ("embed_tokens", "layers", "norm")
 LANGUAGE_MODELS = {
     "gpt2": ("wte wpe drop", "h", "ln_f"),
-    "llama": _LIKE_LLAMA,
-    "mistral": _LIKE_LLAMA,
-    "qwen2": _LIKE_LLAMA,
-    "qwen3": _LIKE_LLAMA,
-    "gemma": _LIKE_LLAMA,
-    "olmo2": _LIKE_LLAMA,
-    "phi3": _LIKE_LLAMA,
-    "smollm3": _LIKE_LLAMA,
+    "llama": _LLAMA_MODULES,
+    "mistral": _LLAMA_MODULES,
+    "qwen2": _LLAMA_MODULES,
+    "qwen3": _LLAMA_MODULES,
+    "gemma": _LLAMA_MODULES,
+    "olmo2": _LLAMA_MODULES,
+    "phi3": _LLAMA_MODULES,
+    "smollm3": _LLAMA_MODULES,
 }
 MASKED_LANGUAGE_MODELS = ("bert",)
 IMAGE_CLASSIFIERS = ("vit",)
 TRANSLATION_MODELS = ("t5",)
-LINEAR = ("Linear", "Conv1D")  # classes of modules that adapters are for
+ADAPTABLE_CLASSES = ("Linear", "Conv1D")  # classes of modules that adapters are for
 _VARYING_TABLES = ("dynamic", "longrope")  # rotary tables that change with the longest sequence seen
 # Keys of config.json that transformers takes as they are, and then divides by, or makes tensors of.
-_COUNTS = re.compile(
+_POSITIVE_KEYS = re.compile(
     r"[nd]_\w+|num_((attention|key_value)_)?heads|num_((hidden|decoder)_)?layers|num_channels|head_dim|"
     r"(hidden|intermediate|patch|vocab|type_vocab)_size|max_position_embeddings|relative_attention_\w+"
 )
 _ACTIVATIONS = ("activation_function", "dense_act_fn", "hidden_act", "hidden_activation")
-_GIVE = "give a folder with the config.json of a model, or a name on the hub"
+_NAME_REMEDY = "give a folder with the config.json of a model, or a name on the hub"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """Where a model comes from.
 
     name: a folder with config.json, or a name on the hub. pretrained: initial values come from the safetensors files
@@ -86,7 +86,7 @@ class Source:
     lora: LoraConfig | None = None
 
 
-def language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequential:
+def language_model(source: ModelSource, *, vocabulary: int, length: int) -> nn.Sequential:
     """A causal language model: tokens (N, S), int64 -> logits (N, S, tokens of the model).
 
     As all functions here, it is for the meta device; the layers then have `initialise_weights`.
@@ -103,31 +103,31 @@ def language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequen
     if rope_type in _VARYING_TABLES:
         why = f"its rotary positions, {rope_type}, depend on sequences seen before; use model.config to choose others"
         raise InvalidSettingError("model.name", source.name, why)
-    model, initial = _on_meta(source, settings, "AutoModelForCausalLM")
+    model, initial = _build_on_meta(source, settings, "AutoModelForCausalLM")
     base = model.base_model_prefix
     embedding, blocks, norm = LANGUAGE_MODELS[settings.model_type]
-    layers: dict[str, Piece] = {}
+    layers: dict[str, HFLayer] = {}
     layers["embedding"] = TokenEmbedding(model, initial, [f"{base}.{path}" for path in embedding.split()])
     rotary = f"{base}.rotary_emb" if hasattr(model.base_model, "rotary_emb") else None
     for index in range(settings.num_hidden_layers):
         block = Block(model, initial, f"{base}.{blocks}.{index}", _mask(settings, index), rotary)
         layers[f"block_{index:03d}"] = block
-    return _chain(source, model, {**layers, "head": Piece(model, initial, [f"{base}.{norm}", "lm_head"])})
+    return _as_sequential(source, model, {**layers, "head": HFLayer(model, initial, [f"{base}.{norm}", "lm_head"])})
 
 
-def masked_language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequential:
+def masked_language_model(source: ModelSource, *, vocabulary: int, length: int) -> nn.Sequential:
     """A model that predicts masked tokens: tokens (N, S), int64 -> logits (N, S, tokens of the model). Otherwise as
     `language_model`."""
     settings = _settings(source, MASKED_LANGUAGE_MODELS, "masked text")
     _check_text_fits(source, settings, vocabulary, length)
-    model, initial = _on_meta(source, settings, "AutoModelForMaskedLM")
-    layers = {"embedding": Piece(model, initial, ["bert.embeddings"])}
+    model, initial = _build_on_meta(source, settings, "AutoModelForMaskedLM")
+    layers = {"embedding": HFLayer(model, initial, ["bert.embeddings"])}
     for index in range(settings.num_hidden_layers):
         layers[f"block_{index:03d}"] = Block(model, initial, f"bert.encoder.layer.{index}", "bidirectional")
-    return _chain(source, model, {**layers, "head": Piece(model, initial, ["cls"])})
+    return _as_sequential(source, model, {**layers, "head": HFLayer(model, initial, ["cls"])})
 
 
-def image_classifier(source: Source, *, num_classes: int, image_size: int) -> nn.Sequential:
+def image_classifier(source: ModelSource, *, num_classes: int, image_size: int) -> nn.Sequential:
     """A vision Transformer: images (N, 3, S, S) -> logits (N, num_classes). A pretrained classifier for another number
     of classes is not loaded.
 
@@ -140,15 +140,15 @@ def image_classifier(source: Source, *, num_classes: int, image_size: int) -> nn
             "dataset.image_size", image_size, f"{source.name} takes {settings.image_size} pixels; {use}"
         )
     settings.num_labels = num_classes
-    model, initial = _on_meta(source, settings, "AutoModelForImageClassification", classifier="classifier")
-    layers = {"embedding": Piece(model, initial, ["vit.embeddings"])}
+    model, initial = _build_on_meta(source, settings, "AutoModelForImageClassification", classifier="classifier")
+    layers = {"embedding": HFLayer(model, initial, ["vit.embeddings"])}
     for index in range(settings.num_hidden_layers):
         layers[f"block_{index:03d}"] = Block(model, initial, f"vit.layers.{index}", "bidirectional")
     head = ClassifierHead(model, initial, ["vit.layernorm", "classifier"])
-    return _chain(source, model, {**layers, "head": head})
+    return _as_sequential(source, model, {**layers, "head": head})
 
 
-def translation_model(source: Source, *, vocabulary: int, length: int, pad: int) -> nn.Sequential:
+def translation_model(source: ModelSource, *, vocabulary: int, length: int, pad: int) -> nn.Sequential:
     """An encoder and a decoder: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, tokens).
 
     In transformers the first block of each stack makes the biases of relative positions, and the others get them. Here
@@ -163,12 +163,12 @@ def translation_model(source: Source, *, vocabulary: int, length: int, pad: int)
     """
     settings = _settings(source, TRANSLATION_MODELS, "pairs of sentences")
     _check_text_fits(source, settings, vocabulary, length)
-    model, initial = _on_meta(source, settings, "AutoModelForSeq2SeqLM")
+    model, initial = _build_on_meta(source, settings, "AutoModelForSeq2SeqLM")
     if not settings.scale_decoder_outputs:  # what transformers makes of tie_word_embeddings=false
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         initial = initial.without_tied("lm_head.weight")
     initial = initial.with_tied(_share_tables(model))
-    layers: dict[str, Piece] = {}
+    layers: dict[str, HFLayer] = {}
     layers["embedding"] = SourceEmbedding(model, initial, ["encoder.embed_tokens", "encoder.dropout"], pad)
     for index in range(settings.num_layers):
         layers[f"encoder_{index:03d}"] = EncoderBlock(model, initial, f"encoder.block.{index}", "bidirectional")
@@ -179,15 +179,15 @@ def translation_model(source: Source, *, vocabulary: int, length: int, pad: int)
         decoder.last = index == settings.num_decoder_layers - 1
     paths = ["decoder.final_layer_norm", "decoder.dropout", "lm_head"]
     layers["head"] = TranslationHead(model, initial, paths, settings.scale_decoder_outputs)
-    return _chain(source, model, layers)
+    return _as_sequential(source, model, layers)
 
 
-def is_masked(source: Source) -> bool:
+def is_masked(source: ModelSource) -> bool:
     """Whether a model of text predicts masked tokens, not the next ones. Raises as `read_config`."""
     return read_config(source).model_type in MASKED_LANGUAGE_MODELS
 
 
-def read_config(source: Source) -> Any:
+def read_config(source: ModelSource) -> Any:
     """A model's PretrainedConfig. Raises InvalidSettingError if it cannot be had, has values of which no model can be
     made, or has no such setting as `source.config` replaces. No code of a folder or of the hub is run."""
     try:
@@ -201,12 +201,12 @@ def read_config(source: Source) -> Any:
     folder = Path(source.name)
     changes = source.config or {}
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InvalidSettingError("model.name", source.name, f"the folder has no file config.json; {_GIVE}")
+        raise InvalidSettingError("model.name", source.name, f"the folder has no file config.json; {_NAME_REMEDY}")
     try:
         written = PreTrainedConfig.get_config_dict(source.name)[0] | dict(changes)
         for key, value in written.items():
-            if must_be := _must_be(key, value):
-                raise _wrong(source, f"{key}={value} must be {must_be}")
+            if rule := _violated_rule(key, value):
+                raise _config_error(source, f"{key}={value} must be {rule}")
         unchanged = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
         if unknown_keys := [key for key in changes if key not in unchanged]:
             hint = nearest(unknown_keys[0], [*unchanged]) or "; config.json has them all"
@@ -217,23 +217,23 @@ def read_config(source: Source) -> Any:
     except InvalidSettingError:
         raise
     except StrictDataclassError as error:  # the cause names the key, its value and what is allowed
-        raise _wrong(source, one_line(error.__cause__ or error).partition(". ")[0].rstrip(".")) from error
+        raise _config_error(source, one_line(error.__cause__ or error).partition(". ")[0].rstrip(".")) from error
     except Exception as error:  # whatever transformers and the hub's client raise
         why = "has no configuration that transformers knows" if folder.is_dir() else "no such folder, nor on the hub"
         reason = one_line(error).partition("; ")[0].partition(". ")[0]
-        raise InvalidSettingError("model.name", source.name, f"{why} ({reason}); {_GIVE}") from error
+        raise InvalidSettingError("model.name", source.name, f"{why} ({reason}); {_NAME_REMEDY}") from error
     _check_heads(source, settings, given="head_dim" in written)
     return settings
 
 
-def _wrong(source: Source, what: str) -> InvalidSettingError:
+def _config_error(source: ModelSource, what: str) -> InvalidSettingError:
     place = "its config.json, or model.config" if source.config else "its config.json"
     return InvalidSettingError("model.name", source.name, f"{what}; correct that in {place}")
 
 
-def _must_be(key: str, value: Any) -> str:
+def _violated_rule(key: str, value: Any) -> str:
     """What a key of config.json must be, if `value` is not; only what transformers would refuse without naming it."""
-    if _COUNTS.fullmatch(key) and isinstance(value, int) and value < 1:
+    if _POSITIVE_KEYS.fullmatch(key) and isinstance(value, int) and value < 1:
         return "1 or more"
     if key == "head_dim" and isinstance(value, int) and value % 2:
         return "even, as positions turn pairs of numbers"
@@ -246,7 +246,7 @@ def _must_be(key: str, value: Any) -> str:
     return ""
 
 
-def _check_heads(source: Source, settings: Any, *, given: bool) -> None:
+def _check_heads(source: ModelSource, settings: Any, *, given: bool) -> None:
     """Raise InvalidSettingError where the heads cannot share the model's width, or keys and values. `given`: the width
     of a head is given, and need not divide that of the model."""
     width, heads = (settings.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
@@ -256,10 +256,10 @@ def _check_heads(source: Source, settings: Any, *, given: bool) -> None:
     for whole, parts in pairs:
         dividend, divisor = getattr(settings, whole), getattr(settings, parts)
         if dividend % divisor:
-            raise _wrong(source, f"{whole}={dividend} must be a multiple of {parts}={divisor}")
+            raise _config_error(source, f"{whole}={dividend} must be a multiple of {parts}={divisor}")
 
 
-def _settings(source: Source, families: "tuple[str, ...] | list[str]", data: str) -> Any:
+def _settings(source: ModelSource, families: "tuple[str, ...] | list[str]", data: str) -> Any:
     settings = read_config(source)
     if settings.model_type not in families:
         why = f"transformers' family {settings.model_type} has no chain of layers for {data}"
@@ -267,7 +267,7 @@ def _settings(source: Source, families: "tuple[str, ...] | list[str]", data: str
     return settings
 
 
-def _check_text_fits(source: Source, settings: Any, vocabulary: int, length: int) -> None:
+def _check_text_fits(source: ModelSource, settings: Any, vocabulary: int, length: int) -> None:
     if vocabulary > settings.vocab_size:
         why = f"{source.name} knows {settings.vocab_size} tokens; use {settings.vocab_size} or fewer"
         raise InvalidSettingError("dataset.vocabulary", vocabulary, why)
@@ -290,7 +290,7 @@ def _mask(settings: Any, index: int) -> Mask:
     return "sliding" if slides else "causal"
 
 
-def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> tuple[Any, InitialValues]:
+def _build_on_meta(source: ModelSource, settings: Any, auto: str, classifier: str = "") -> tuple[Any, InitialValues]:
     """The model without memory, in training mode, in float32, and how its layers get their values."""
     import transformers
 
@@ -300,7 +300,9 @@ def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> 
                 settings, attn_implementation=source.attention, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:  # whatever a constructor raises for values that a configuration may have
-        raise _wrong(source, f"no model can be made of the values ({one_line(error).partition('; ')[0]})") from error
+        raise _config_error(
+            source, f"no model can be made of the values ({one_line(error).partition('; ')[0]})"
+        ) from error
     weights = Weights(source.name, model, classifier) if source.pretrained else None
     if source.lora is not None:
         _add_adapters(model, source.lora)
@@ -324,7 +326,9 @@ def _add_adapters(model: Any, lora: LoraConfig) -> None:
             inject_adapter_in_model(adapters, model)
         except ValueError as error:
             linear_names = {
-                path.rpartition(".")[2] for path, module in model.named_modules() if type(module).__name__ in LINEAR
+                path.rpartition(".")[2]
+                for path, module in model.named_modules()
+                if type(module).__name__ in ADAPTABLE_CLASSES
             }
             why = f"{one_line(error).rstrip('.')}; use some of {', '.join(sorted(linear_names))}"
             raise InvalidSettingError("model.lora.target_modules", names, why) from error
@@ -350,7 +354,7 @@ def _share_tables(model: Any) -> dict[str, str]:
     return tied
 
 
-def _chain(source: Source, model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Sequential:
+def _as_sequential(source: ModelSource, model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Sequential:
     """The layers as a sequence. Raises InvalidSettingError if the model has a parameter or buffer that no layer has."""
     sequence = nn.Sequential()
     for layer, module in layers.items():

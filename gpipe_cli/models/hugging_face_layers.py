@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.models.hugging_face_weights import InitialValues
-from gpipe_cli.models.paths import add_at
+from gpipe_cli.models.paths import add_submodule_at
 
 Mask = Literal["causal", "sliding", "bidirectional"]  # what a block's positions see of their own sequence
 Tensors = tuple[Tensor, ...]
 
 
-class Piece(nn.Module):
+class HFLayer(nn.Module):
     """Some modules of a model of transformers, applied in order; `paths`: where they are in the model."""
 
     def __init__(self, model: nn.Module, initial: InitialValues, paths: Sequence[str]) -> None:
         super().__init__()
         self.paths = tuple(paths)
         for path in paths:
-            add_at(self, path, model.get_submodule(path))
+            add_submodule_at(self, path, model.get_submodule(path))
         self.initial = initial
 
     def initialise_weights(self) -> None:
@@ -45,7 +45,7 @@ class Piece(nn.Module):
         return x
 
 
-class TokenEmbedding(Piece):
+class TokenEmbedding(HFLayer):
     """Tokens (N, S) -> hidden states (N, S, width). `paths`: the tokens' embedding; where positions have an
     embedding, too, that and a dropout."""
 
@@ -58,7 +58,7 @@ class TokenEmbedding(Piece):
         return hidden
 
 
-class Block(Piece):
+class Block(HFLayer):
     """A block over a single sequence: hidden states (N, S, width) -> the same. `rotary`: the path of the model's rotary
     tables, None if it has none."""
 
@@ -69,7 +69,7 @@ class Block(Piece):
         self._mask = mask
         if rotary is not None:
             # a copy for each block, as a stage owns its layers: a few numbers
-            add_at(self, rotary, copy.deepcopy(model.get_submodule(rotary), {id(config): config}))
+            add_submodule_at(self, rotary, copy.deepcopy(model.get_submodule(rotary), {id(config): config}))
             self.paths += (rotary,)
         for part in self.modules():
             if "layer_idx" in vars(part):
@@ -83,9 +83,9 @@ class Block(Piece):
         """padding: bool (N, S), False at positions that must not be seen."""
         block, *rotary = map(self.get_submodule, self.paths)
         settings = {"position_embeddings": rotary[0](x, _positions(x))} if rotary else {}
-        return _hidden(block(x, attention_mask=self._own_mask(x, padding), **settings))
+        return _hidden_states_of(block(x, attention_mask=self._self_attention_mask(x, padding), **settings))
 
-    def _own_mask(self, hidden: Tensor, padding: Tensor | None = None) -> Any:
+    def _self_attention_mask(self, hidden: Tensor, padding: Tensor | None = None) -> Any:
         """The mask of attention to a block's own sequence, made as the model's own forward makes it."""
         from transformers import masking_utils as masks
 
@@ -96,7 +96,7 @@ class Block(Piece):
         return make(**arguments, cache=None)
 
 
-class ClassifierHead(Piece):
+class ClassifierHead(HFLayer):
     """The last norm, and logits of the first token: (N, S, width) -> (N, classes)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class ClassifierHead(Piece):
         return logits
 
 
-class SourceEmbedding(Piece):
+class SourceEmbedding(HFLayer):
     """(source (N, S), target (N, T)) -> (source, mask, target), the source embedded; `pad`: the padding token."""
 
     def __init__(self, model: nn.Module, initial: InitialValues, paths: Sequence[str], pad: int) -> None:
@@ -125,7 +125,7 @@ class EncoderBlock(Block):
         return super().forward(source, mask), mask, target
 
 
-class EncoderNorm(Piece):
+class EncoderNorm(HFLayer):
     """Normalises the encoded source once for all blocks of the decoder."""
 
     def forward(self, x: Tensors) -> Tensors:
@@ -133,7 +133,7 @@ class EncoderNorm(Piece):
         return super().forward(source), mask, target
 
 
-class TargetEmbedding(Piece):
+class TargetEmbedding(HFLayer):
     """(source, mask, target (N, T) int64) -> the same with the target embedded."""
 
     def forward(self, x: Tensors) -> Tensors:
@@ -158,10 +158,10 @@ class DecoderBlock(Block):
             encoder_hidden_states=source,
             allow_is_bidirectional_skip=False,
         )
-        target = _hidden(
+        target = _hidden_states_of(
             self.get_submodule(self.paths[0])(
                 target,
-                attention_mask=self._own_mask(target),
+                attention_mask=self._self_attention_mask(target),
                 encoder_hidden_states=source,
                 encoder_attention_mask=source_mask,
             )
@@ -173,7 +173,7 @@ class DecoderBlock(Block):
         return (*read, self.last), configurations
 
 
-class TranslationHead(Piece):
+class TranslationHead(HFLayer):
     """The decoder's last norm and the logits: (N, T, width) -> (N, T, tokens). `scaled`: hidden states are divided by
     sqrt(width) first, as a softmax needs it that has the embedding's matrix."""
 
@@ -188,7 +188,7 @@ class TranslationHead(Piece):
         return result
 
 
-def _hidden(result: Any) -> Tensor:
+def _hidden_states_of(result: Any) -> Tensor:
     """The hidden states that a block returns, alone or first in a tuple."""
     return result if isinstance(result, Tensor) else result[0]
 

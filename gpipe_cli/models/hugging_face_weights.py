@@ -48,7 +48,7 @@ class Weights:
         left_out = classifier if any(self._shape(name) != shapes[name] for name in classifier) else []
         values = {}
         for name in [name for name in shapes if name not in left_out]:
-            names = [candidate for candidate in (tied.get(name), name) if candidate in self._places] or [name]
+            names = [candidate for candidate in (tied.get(name), name) if candidate in self._tensor_locations] or [name]
             values[name], *others = (self._tensor(candidate, shapes[name]) for candidate in names)
             if not all(torch.equal(values[name], other) for other in others):
                 why = f"{names[0]} and {name}, which are tied, differ in the files of {self.name}"
@@ -59,36 +59,36 @@ class Weights:
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor in its file; None if no file has it."""
-        if name not in self._places:
+        if name not in self._tensor_locations:
             return None
-        file, stored_name = self._places[name]
-        with self._opened(file) as tensors:
+        file, stored_name = self._tensor_locations[name]
+        with self._open(file) as tensors:
             return tuple(tensors.get_slice(stored_name).get_shape())
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if (stored_shape := self._shape(name)) is None:
             use = "use a folder that has it, or model.pretrained=false"
             raise InvalidSettingError("model.pretrained", True, f"{self.name} has no tensor {name}; {use}")
-        file, stored_name = self._places[name]
+        file, stored_name = self._tensor_locations[name]
         if stored_shape != shape:
             why = f"{file} of {self.name} has {stored_name} of shape {stored_shape}, and the model {shape}"
             raise InvalidSettingError("model.pretrained", True, f"{why}; use the settings of its own config.json")
-        with self._opened(file) as tensors:
+        with self._open(file) as tensors:
             tensor: Tensor = tensors.get_tensor(stored_name)
             return tensor
 
     @cached_property
-    def _places(self) -> dict[str, tuple[str, str]]:
+    def _tensor_locations(self) -> dict[str, tuple[str, str]]:
         """The model's name of each tensor -> the file that has it, and its name there."""
         from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-        if (index := found_file(self.name, INDEX)) is not None:
+        if (index := find_file(self.name, INDEX)) is not None:
             try:
                 files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{index}: is no index of files ({with_type(error)}); fetch it anew") from error
         else:
-            with self._opened(SINGLE) as tensors:
+            with self._open(SINGLE) as tensors:
                 files = dict.fromkeys(tensors.keys(), SINGLE)
         renamings = [renaming for renaming in self._renamings if isinstance(renaming, WeightRenaming)]
         places = {}
@@ -97,8 +97,8 @@ class Weights:
             places[name] = file, stored_name
         return places
 
-    def _opened(self, file: str) -> Any:
-        path = found_file(self.name, file)
+    def _open(self, file: str) -> Any:
+        path = find_file(self.name, file)
         if path is None:
             use = "give a folder that has it, or use model.pretrained=false"
             raise InvalidSettingError("model.pretrained", True, f"{self.name} has no file {file}; {use}")
@@ -119,7 +119,7 @@ def _without_adapters(layer: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): tensor for name, tensor in named if ".lora_" not in name}
 
 
-def found_file(name: str, file: str) -> Path | None:
+def find_file(name: str, file: str) -> Path | None:
     """A file in a folder or on the hub, None if there is none. Raises InvalidSettingError if that cannot be told."""
     from transformers.utils import cached_file
 

@@ -3,7 +3,7 @@
 from torch import nn
 
 
-def add_at(owner: nn.Module, path: str, module: nn.Module) -> None:
+def add_submodule_at(owner: nn.Module, path: str, module: nn.Module) -> None:
     """Make `module` the submodule `path` of `owner`, with plain modules as the holders on the way."""
     *parents, last = path.split(".")
     for parent in parents:

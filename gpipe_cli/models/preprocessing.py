@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpipe_cli.errors import InvalidSettingError, with_type
-from gpipe_cli.models.hugging_face import Source, read_config
-from gpipe_cli.models.hugging_face_weights import found_file
+from gpipe_cli.models.hugging_face import ModelSource, read_config
+from gpipe_cli.models.hugging_face_weights import find_file
 
 PREPROCESSOR = "preprocessor_config.json"
 RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which Hugging Face writes
@@ -26,10 +26,10 @@ class Preprocessing(NamedTuple):
     interpolation: str
 
 
-def of_timm(name: str, weights: str | None) -> Preprocessing | None:
+def timm_preprocessing(name: str, weights: str | None) -> Preprocessing | None:
     """Of timm's weights `name`, or of those in the file `weights`, which only an export of ours says itself: all others
     are taken for timm's own. None for a name that timm does not know."""
-    if weights is not None and (exported := _of_export(Path(weights))) is not None:
+    if weights is not None and (exported := _exported_preprocessing(Path(weights))) is not None:
         return exported
     from timm.models import get_pretrained_cfg
 
@@ -40,7 +40,7 @@ def of_timm(name: str, weights: str | None) -> Preprocessing | None:
     return Preprocessing(whole_name, config.input_size[-1], config.mean, config.std, config.interpolation)
 
 
-def _of_export(file: Path) -> Preprocessing | None:
+def _exported_preprocessing(file: Path) -> Preprocessing | None:
     """What `gpipe export` has written into a file; None for any other file, also if it cannot be read: it is refused
     when its weights are loaded."""
     import torch
@@ -58,12 +58,12 @@ def _of_export(file: Path) -> Preprocessing | None:
     return None
 
 
-def of_hugging_face(source: Source) -> Preprocessing | None:
+def hugging_face_preprocessing(source: ModelSource) -> Preprocessing | None:
     """By the preprocessor beside the weights, as transformers reads it; None if there is none. A preprocessor that
     scales pixels in another way than to [0, 1], or does not normalize, is put into an equal mean and deviation. Raises
     InvalidSettingError as `read_config`, and for a preprocessor that cannot be read."""
     read_config(source)
-    if found_file(source.name, PREPROCESSOR) is None:
+    if find_file(source.name, PREPROCESSOR) is None:
         return None
     from transformers import AutoImageProcessor
 

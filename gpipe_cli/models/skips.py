@@ -64,7 +64,7 @@ class Pop(nn.Module):
         return repr(self.name) if isinstance(self.join, nn.Module) else f"{self.name!r}, join={self.join!r}"
 
 
-class Sequence(nn.Sequential):
+class SkipSequential(nn.Sequential):
     """An `nn.Sequential` that can be called although it has skips; a pipeline takes either."""
 
     def forward(self, value: Any) -> Any:
@@ -74,7 +74,7 @@ class Sequence(nn.Sequential):
             if isinstance(layer, Stash):
                 kept[layer.name] = name, _as_tuple(value)
             elif isinstance(layer, Pop):
-                with popping(layer, name, *kept[layer.name], _as_tuple(value)):
+                with naming_skip_errors(layer, name, *kept[layer.name], _as_tuple(value)):
                     value = layer((*_as_tuple(value), *kept.pop(layer.name)[1]))
             else:
                 value = layer(value)
@@ -82,7 +82,9 @@ class Sequence(nn.Sequential):
 
 
 @contextmanager
-def popping(pop: Pop, layer: str, stash: str, kept: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[None]:
+def naming_skip_errors(
+    pop: Pop, layer: str, stash: str, kept: Iterable[Tensor], inputs: Iterable[Tensor]
+) -> Iterator[None]:
     """Inside, what `pop` raises becomes an InputError that names the skip, both layers and the shapes."""
     try:
         yield

@@ -20,7 +20,7 @@ def timm_models() -> dict[str, list[str]]:
     return {name: rest for name, *rest in csv.reader(text.splitlines())}
 
 
-def chains(pattern: str) -> tuple[list[Row], int]:
+def list_sequential_models(pattern: str) -> tuple[list[Row], int]:
     """Timm's models that match a shell pattern and are chains, and how many other names match. Raises InputError if
     no name matches."""
     rows = timm_models()
@@ -36,6 +36,8 @@ def chains(pattern: str) -> tuple[list[Row], int]:
 if __name__ == "__main__":
     from timm import list_models
 
-    from gpipe_cli.models.timm_models import described
+    from gpipe_cli.models.timm_models import describe_model
 
-    csv.writer(sys.stdout, lineterminator="\n").writerows((name, *(described(name) or ())) for name in list_models())
+    csv.writer(sys.stdout, lineterminator="\n").writerows(
+        (name, *(describe_model(name) or ())) for name in list_models()
+    )

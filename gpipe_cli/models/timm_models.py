@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import InvalidSettingError, with_type
-from gpipe_cli.models.paths import add_at
+from gpipe_cli.models.paths import add_submodule_at
 from gpipe_cli.system.files import regular_size
 
 
@@ -69,7 +69,7 @@ def build_timm(
         raise InvalidSettingError("model.pretrained", True, f"{why}; {use}") from error
     if weights is not None:
         _load(model, Path(weights))
-    return chain(model)
+    return as_sequential(model)
 
 
 def timm_arguments(name: str, *, num_classes: int, image_size: int) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
     # The class and its signature are all that is needed: no memory is allocated for a large model.
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=num_classes)
-    chain(model)
+    as_sequential(model)
     accepted = inspect.signature(type(model).__init__).parameters
     settings: dict[str, Any] = {"num_classes": num_classes, "drop_rate": dropout}
     if "drop_path_rate" in accepted:
@@ -164,7 +164,7 @@ FAMILIES = {
 }
 
 
-def chain(model: Any) -> nn.Sequential:
+def as_sequential(model: Any) -> nn.Sequential:
     """The layers of a model of timm as a sequence.
 
     Raises InvalidSettingError for a model of an unknown family, or of an unknown variant of a family.
@@ -194,7 +194,7 @@ def chain(model: Any) -> nn.Sequential:
     layers["head"] = head.split()
     sequence = nn.Sequential()
     for path, steps in layers.items():
-        piece = TokenStem if kind == "VisionTransformer" and path == "stem" else Piece
+        piece = TokenStem if kind == "VisionTransformer" and path == "stem" else TimmLayer
         sequence.add_module(path.replace(".", "_"), piece(model, steps))
     if forgotten := _tensors(model) ^ {name.partition(".")[2] for name in _tensors(sequence)}:
         why = f"this {kind} has tensors that its chain of layers does not know, such as {min(forgotten)}"
@@ -214,20 +214,20 @@ def _tensors(model: nn.Module) -> set[str]:
     return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}
 
 
-def described(name: str) -> tuple[str, int, int] | None:
+def describe_model(name: str) -> tuple[str, int, int] | None:
     """Family, number of layers and of parameters of a model of timm; None if it is no chain. Nothing is allocated."""
     import timm
 
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):
         model = timm.create_model(name)
     try:
-        layers = len(chain(model))
+        layers = len(as_sequential(model))
     except InvalidSettingError:
         return None
     return type(model).__name__, layers, sum(parameter.numel() for parameter in model.parameters())
 
 
-class Piece(nn.Module):
+class TimmLayer(nn.Module):
     """A layer of a chain: some modules of timm's model, applied in order.
 
     steps: paths of the modules; `dropout` and `pool` stand for functions that the model's forward calls.
@@ -242,7 +242,7 @@ class Piece(nn.Module):
             elif step == "dropout":
                 self.add_module(step, nn.Dropout(model.drop_rate))
             else:
-                add_at(self, step, model.get_submodule(step))
+                add_submodule_at(self, step, model.get_submodule(step))
 
     def forward(self, x: Tensor) -> Tensor:
         for step in self.steps:
@@ -252,10 +252,10 @@ class Piece(nn.Module):
     @property
     def compiled_as(self) -> nn.Module:
         """The module to compile: a single module without its path, which differs between otherwise equal blocks."""
-        return self.get_submodule(self.steps[0]) if type(self) is Piece and len(self.steps) == 1 else self
+        return self.get_submodule(self.steps[0]) if type(self) is TimmLayer and len(self.steps) == 1 else self
 
 
-class TokenStem(Piece):
+class TokenStem(TimmLayer):
     """The stem of a vision Transformer: images (N, 3, H, W) -> class and register tokens, where there are any, and
     patches with their positions (N, S, width)."""
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import InvalidSettingError
 
-LONGEST_WAVE = 10_000.0  # of the positions, in units of 2 pi tokens (Vaswani et al. 2017, Section 3.5)
+MAX_WAVELENGTH = 10_000.0  # of the positions, in units of 2 pi tokens (Vaswani et al. 2017, Section 3.5)
 
 
 class Projection(nn.Linear):
@@ -94,7 +94,7 @@ def sinusoids(length: int, like: Tensor) -> Tensor:
     et al. interleave the two, which makes no difference to a Transformer.
     """
     half = like.shape[-1] // 2
-    waves = torch.arange(half, device=like.device, dtype=torch.float32) * (-math.log(LONGEST_WAVE) / half)
+    waves = torch.arange(half, device=like.device, dtype=torch.float32) * (-math.log(MAX_WAVELENGTH) / half)
     angles = torch.arange(length, device=like.device, dtype=torch.float32)[:, None] * waves.exp()
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like.dtype)
 
@@ -181,8 +181,8 @@ class SelfAttentionLayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, source: Tensor | None = None) -> Tensor:
         """mask: bool (N, S), False at positions of `source`, or of x without a source, that must not be seen."""
         normalised = self.attention_norm(x)
-        own_mask = mask if source is None else None
-        x = x + self.dropout(self.attention(normalised, normalised, own_mask, causal=self.causal))
+        self_mask = mask if source is None else None
+        x = x + self.dropout(self.attention(normalised, normalised, self_mask, causal=self.causal))
         if source is not None:
             x = x + self.dropout(self.source_attention(self.source_attention_norm(x), source, mask))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))

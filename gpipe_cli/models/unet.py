@@ -18,14 +18,14 @@ from collections import OrderedDict
 from torch import nn
 
 from gpipe_cli.errors import InvalidSettingError
-from gpipe_cli.models.skips import Pop, Sequence, Stash
+from gpipe_cli.models.skips import Pop, SkipSequential, Stash
 
-SLOPE = 0.01  # of leaky ReLU; torchgpipe's
+LEAKY_RELU_SLOPE = 0.01  # of leaky ReLU; torchgpipe's
 
 
 def unet(
     *, depth: int, num_convs: int, base_channels: int, dropout: float, image_size: int, num_classes: int
-) -> Sequence:
+) -> SkipSequential:
     """The network: images (N, 3, S, S) -> logits (N, classes, S, S).
 
     Args:
@@ -67,7 +67,7 @@ def unet(
         inputs = max(1, width // 2)
         cell(f"up_{level}", 2 * width, inputs, inputs)
     layers["logits"] = nn.Conv2d(inputs, num_classes, kernel_size=1, bias=False)
-    return Sequence(layers)
+    return SkipSequential(layers)
 
 
 def convolution(inputs: int, outputs: int, dropout: float) -> nn.Sequential:
@@ -76,6 +76,6 @@ def convolution(inputs: int, outputs: int, dropout: float) -> nn.Sequential:
         convolution=nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
         dropout=nn.Dropout2d(dropout),
         norm=nn.InstanceNorm2d(outputs),
-        activation=nn.LeakyReLU(SLOPE),
+        activation=nn.LeakyReLU(LEAKY_RELU_SLOPE),
     )
     return nn.Sequential(parts)

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.layout import Layout
@@ -69,7 +69,7 @@ def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layou
     Raises InputError if the user's balance or file does not fit the model and the other settings, or if Lingvo's rule
     leaves a stage without layers.
     """
-    sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
+    sizes = shard_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
     if config.schedule_is_file:
         schedule = schedule_of_file(config)

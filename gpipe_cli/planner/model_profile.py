@@ -107,7 +107,7 @@ def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -
 
     Raises InputError, one line, if the model does not fit the data set, or its layers do not fit each other.
     """
-    lengths = build.greatest_lengths(config) if lengths is None else lengths
+    lengths = build.max_lengths(config) if lengths is None else lengths
     return _profile(_traced(config), lengths)
 
 
@@ -197,7 +197,7 @@ def check_single_samples(
         model = profile.model
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
     try:
-        inputs, lengths = build.model_inputs(config), build.greatest_lengths(config)
+        inputs, lengths = build.model_inputs(config), build.max_lengths(config)
         run_shapes(model, inputs, lengths, memory_format, () if profile is None else profile.kinds)
     except InputError as error:
         what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * replicas * micro_batches} or more"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TrainConfig
-from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import Route, routes
@@ -146,7 +146,7 @@ class Plan(Cut):
     def saved_bytes_of(self, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Those of a mini-batch of `samples` padded to these lengths."""
         profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
-        sizes = share_of(samples, self.config.micro_batches, self.config.replicas).sizes
+        sizes = shard_of(samples, self.config.micro_batches, self.config.replicas).sizes
         schedule = unchecked_schedule(self.order, len(sizes), self.recompute)
         return MemoryModel(self.config, profile, sizes).saved(schedule, self.bounds)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.compare.run_record import read_run, same_curves
-from gpipe_cli.reporting.plots.timeline_values import idle
+from gpipe_cli.reporting.plots.timeline_values import idle_share
 from gpipe_cli.reproduction.largest_model import largest_model
 from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors, tensors_apart
 from gpipe_cli.reproduction.published import published
@@ -50,7 +50,7 @@ def breakdown(results: Results, runner: Runner) -> Pictures:
     shares = {"paper": paper, "measured": measured["breakdown"], "simulated": simulated["breakdown"]}
     results["partitions"] = len(simulated["stages"])
     results["recomputed"] = {name: share["recompute"] / share["compute"] for name, share in shares.items()}
-    results["idle"] = {name: idle(shares[name]) for name in ("measured", "simulated")}
+    results["idle"] = {name: idle_share(shares[name]) for name in ("measured", "simulated")}
     results["kinds"] = _kinds([measured])
     picture = runner.folder / "breakdown.png"
     names = "paper (TPU)", "measured here", "simulated, layers timed here"
@@ -145,7 +145,7 @@ def schedules(results: Results, runner: Runner) -> Pictures:
         stages = "gpipe", row["partitions"], row["each"]
         base = next(other for other in rows if (other["schedule"], other["partitions"], other["each"]) == stages)
         plan, measured = row["planned"], row.get("measured")
-        row["planned_idle"] = plan["breakdown"] and idle(plan["breakdown"])
+        row["planned_idle"] = plan["breakdown"] and idle_share(plan["breakdown"])
         row["planned_activations"] = _fullest(
             plan["stages"], [stage["memory"]["activations_bytes"] for stage in plan["stages"]]
         )
@@ -157,7 +157,7 @@ def schedules(results: Results, runner: Runner) -> Pictures:
             row["graphs"] = _graphs(row, plan["micro_batches"])
         if measured is not None:
             speed, first = (each["measured"]["samples_per_second"] for each in (row, base))
-            row["measured_idle"] = measured["breakdown"] and idle(measured["breakdown"])
+            row["measured_idle"] = measured["breakdown"] and idle_share(measured["breakdown"])
             row["measured_activations"] = _fullest(plan["stages"], measured["activation_bytes"] or ())
             row["measured_speed"] = speed / first if speed and first else None
     results["every"] = rows
@@ -258,7 +258,7 @@ def _plan_row(config: TrainConfig, profile: "ModelProfile", row: Row) -> Row:
     return {
         "fits": "yes",
         "samples_per_second": row["batch_size"] / plan.step_seconds,
-        "idle": idle(asdict(plan.breakdown)),
+        "idle": idle_share(asdict(plan.breakdown)),
         "sums": max(stage.sum_seconds for stage in plan.stage_costs) / plan.step_seconds,
     }
 

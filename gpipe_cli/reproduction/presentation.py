@@ -13,7 +13,7 @@ from typing import Any
 
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.summary import speed_kind
+from gpipe_cli.reporting.run.summary import describe_speed_kind
 from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
 from gpipe_cli.reproduction.runner import Scale
 from gpipe_cli.units import count, plural, size
@@ -166,7 +166,7 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "count": count,
     "size": size,
     "quoted": quoted,
-    "speed kind": speed_kind,
+    "speed kind": describe_speed_kind,
     "mini-batch": _mini_batch,
     "figures": lambda value: f"{value:,.{max(0, 3 - len(str(int(value)))) if value >= 1 else 3}f}",
     "points": "{:,.3f} points".format,

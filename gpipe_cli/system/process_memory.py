@@ -21,12 +21,12 @@ def own_bytes() -> int:
     return _resident_bytes("RssAnon")
 
 
-def library_bytes(device: torch.device, begun_bytes: int) -> int:
-    """The bytes of libraries in a stage's memory: `begun_bytes`, which importing them left, and code that has run.
+def library_bytes(device: torch.device, bytes_at_start: int) -> int:
+    """The bytes of libraries in a stage's memory: `bytes_at_start`, which importing them left, and code that has run.
 
     0 on a GPU, whose allocator holds tensors only, and on systems that do not tell (other than Linux).
     """
-    return begun_bytes + _resident_bytes("RssFile") if begun_bytes and not is_accelerator(device) else 0
+    return bytes_at_start + _resident_bytes("RssFile") if bytes_at_start and not is_accelerator(device) else 0
 
 
 def _resident_bytes(kind: str) -> int:

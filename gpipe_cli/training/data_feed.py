@@ -12,23 +12,23 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.assembly.build import find_data, greatest_lengths, open_data, pretrained_classes
+from gpipe_cli.assembly.build import find_data, max_lengths, open_data, pretrained_classes
 from gpipe_cli.config.groups import IMAGES, TEXTS, HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import AUTO_BATCH, SplitName, TrainConfig
-from gpipe_cli.data.batches import Catalogue, MiniBatches, Split, TrainedOn
-from gpipe_cli.data.cache import digest_of
-from gpipe_cli.data.corpora import languages_of
+from gpipe_cli.data.batches import MiniBatches, OutputLabels, Split, SplitIndex
+from gpipe_cli.data.cache import compute_digest
+from gpipe_cli.data.corpora import count_languages
+from gpipe_cli.data.fine_grained import DECODED_FROM_FILES
 from gpipe_cli.data.images import ImageSplit, same_classes
-from gpipe_cli.data.loading import Coming, LoadedBatches, UnreadableError, coming
-from gpipe_cli.data.masked_text import SELECTED, MaskedText
-from gpipe_cli.data.micro_batches import Share, share_of
-from gpipe_cli.data.photographs import DECODED
-from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
-from gpipe_cli.data.readers import Files
-from gpipe_cli.data.splits import OWN_VALIDATION, Splits, split_names
+from gpipe_cli.data.loading import BatchRequest, PrefetchedBatches, UnreadableError, batch_requests
+from gpipe_cli.data.masked_text import SELECTED_SHARE, MaskedText
+from gpipe_cli.data.micro_batches import Shard, shard_of
+from gpipe_cli.data.pretrained_tokenizer import HFTokenizer
+from gpipe_cli.data.readers import ImageFiles
+from gpipe_cli.data.splits import VALIDATION_NAME, Splits, split_names
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
+from gpipe_cli.data.vocabulary import IGNORED, SentencePieceTokenizer
 from gpipe_cli.distributed.control_group import ControlGroup, Stop
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.planner.layout import Layout
@@ -38,7 +38,7 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.files import read_bytes, write_whole
 from gpipe_cli.system.machine import free_shared_memory_bytes, usable_cores, usable_memory_bytes
 from gpipe_cli.system.phase import phase
-from gpipe_cli.training.checkpoint.files import Progress, read_index, run_of
+from gpipe_cli.training.checkpoint.files import Progress, read_index, run_folder_of
 from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.training.milestones import Milestones
 from gpipe_cli.units import first_few, plural
@@ -49,85 +49,85 @@ _MAX_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
 
 
 @dataclass(frozen=True)
-class Reading:
+class SplitReader:
     """The training set or the test set as a process reads it."""
 
     split: Split | None  # None in processes without the first or the last stage
     batches: MiniBatches
-    loaded: LoadedBatches | None  # the inputs of the first stage; None in processes without it
+    prefetched: PrefetchedBatches | None  # the inputs of the first stage; None in processes without it
 
     @cached_property
     def elements(self) -> torch.Tensor:
         """int32 (samples,): how many elements there are to predict in each sample, -1 as long as it has not been read:
         a replica need not read the targets of all others in every epoch, which may be files."""
-        return torch.full((self.batches.catalogue.samples,), -1, dtype=torch.int32)
+        return torch.full((self.batches.split_index.samples,), -1, dtype=torch.int32)
 
     def watch(self, control: ControlGroup) -> None:
         """From now on `control.stops` tells all processes if a mini-batch cannot be read, and nothing is raised."""
-        if (loaded := self.loaded) is None:
+        if (prefetched := self.prefetched) is None:
             return
-        asked, loaded.gives_zeros = control.reason, True
+        asked, prefetched.gives_zeros = control.reason, True
 
         def reason() -> Stop:
-            unread = Stop.UNREAD if loaded.gave_zeros else Stop.UNREADABLE
-            return unread if loaded.unreadable else asked()
+            unread = Stop.UNREAD if prefetched.gave_zeros else Stop.UNREADABLE
+            return unread if prefetched.unreadable else asked()
 
         control.reason = reason
 
     def check_read(self, control: ControlGroup) -> None:
         """Raises UnreadableError, in all processes, once a mini-batch could not be read."""
         if control.stops() >= Stop.UNREADABLE:
-            whys = control.collect("" if self.loaded is None else self.loaded.unreadable)
+            whys = control.collect("" if self.prefetched is None else self.prefetched.unreadable)
             raise UnreadableError(next(filter(None, whys)))
 
     def close(self) -> None:
-        if self.loaded is not None:
-            self.loaded.close()
+        if self.prefetched is not None:
+            self.prefetched.close()
 
 
 @dataclass(frozen=True)
 class MiniBatch:
     """Mini-batch `position` of `epoch` as a process reads it: the share of its pipeline. `inputs` must be called for
-    mini-batches in the order in which they are loaded, that of `coming_batches`."""
+    mini-batches in the order in which they are loaded, that of `training_batch_order`."""
 
-    reading: Reading
+    reader: SplitReader
     epoch: int
     position: int
 
     @property
-    def share(self) -> Share:
+    def shard(self) -> Shard:
         """The samples of this mini-batch for this pipeline, and their micro-batches."""
-        return self.reading.batches.share(self.epoch, self.position)
+        return self.reader.batches.shard(self.epoch, self.position)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths, in tokens, to which its sentences are padded; () for images."""
-        return self.reading.batches.lengths(self.epoch, self.position)
+        return self.reader.batches.lengths(self.epoch, self.position)
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
         """The share's inputs, (N, ...) each, as `Split.inputs` has them; call it once. None in processes without the
         first stage."""
-        if self.reading.loaded is None:
+        if self.reader.prefetched is None:
             return None
-        return self.reading.loaded.take(self.reading.split, self.epoch, self.position, sum(self.share.sizes))
+        return self.reader.prefetched.take(self.reader.split, self.epoch, self.position, sum(self.shard.sizes))
 
     def targets(self) -> tuple[torch.Tensor, int] | None:
         """The share's targets, int64 (n,), (n, T) or (n, S, S), and the number of elements to predict in the whole
         mini-batch, the denominator of its loss. None in processes without the first or the last stage."""
-        if self.reading.split is None:
+        if self.reader.split is None:
             return None
-        split, indices = self.reading.split, self.reading.batches.indices(self.epoch, self.position)
-        if self.reading.batches.replicas == 1:
+        split, indices = self.reader.split, self.reader.batches.indices(self.epoch, self.position)
+        if self.reader.batches.replicas == 1:
             whole = split.targets_of(self.epoch, indices, self.lengths)
             return whole, int((whole != IGNORED).sum())
-        elements, in_share = self.reading.elements, torch.zeros(len(indices), dtype=torch.bool)
-        in_share[self.share.samples] = True
-        needed = in_share | (elements[indices] < 0)
+        elements, in_shard = self.reader.elements, torch.zeros(len(indices), dtype=torch.bool)
+        in_shard[self.shard.samples] = True
+        needed = in_shard | (elements[indices] < 0)
         needed[0] |= not needed.any()  # for the shape, where this replica has no sample
         targets = split.targets_of(self.epoch, indices[needed], self.lengths)
         to_predict = (targets != IGNORED).reshape(len(targets), targets.shape[1:].numel())
         elements[indices[needed]] = to_predict.sum(dim=1, dtype=torch.int32)
-        return targets[in_share[needed]], int(elements[indices].sum())
+        return targets[in_shard[needed]], int(elements[indices].sum())
 
 
 def saved_vocabulary(run: Path) -> bytes | None:
@@ -149,36 +149,39 @@ def saved_tokenizer(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run / TOKENIZER).as_posix(): path.read_bytes() for path in files}
 
 
-def _as_trained(config: TrainConfig, checkpoint: Path | None, *, required: bool) -> tuple[TrainConfig, TrainedOn]:
+def _with_saved_tokenizer(
+    config: TrainConfig, checkpoint: Path | None, *, required: bool
+) -> tuple[TrainConfig, OutputLabels]:
     """`config` with the tokenizer that was saved by the run whose `checkpoint` is used, if any, as what the setting
     names may have changed since; and what its weights were trained on. `required`: other classes are refused.
 
-    Raises InputError if the vocabulary or the tokenizer is missing, DamagedError for a checkpoint that is damaged.
+    Raises InputError if the vocabulary or the tokenizer is missing, CorruptCheckpointError for a checkpoint that is
+    damaged.
     """
     dataset = config.dataset
     if checkpoint is None:
-        return config, TrainedOn(classes=pretrained_classes(config), required=False)
+        return config, OutputLabels(classes=pretrained_classes(config), required=False)
     if not isinstance(dataset, TextConfig):
-        return config, TrainedOn(classes=read_index(checkpoint).classes, required=required)
-    run = run_of(checkpoint)
+        return config, OutputLabels(classes=read_index(checkpoint).classes, required=required)
+    run = run_folder_of(checkpoint)
     if dataset.tokenizer is not None:
         if not (run / TOKENIZER).is_dir():
             raise InputError(f"{run / TOKENIZER}: there is no such folder; put back the tokenizer of the run")
-        return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER))), TrainedOn()
+        return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER))), OutputLabels()
     vocabulary = saved_vocabulary(run)
     if vocabulary is None and not TEXTS[dataset.name].synthetic:
-        why = "and with another, learned from the text that is there now, every token would mean something else"
-        raise InputError(f"{run / VOCABULARY}: there is no such file, {why}; put back that of the run")
-    return config, TrainedOn(vocabulary)
+        reason = "and with another, learned from the text that is there now, every token would mean something else"
+        raise InputError(f"{run / VOCABULARY}: there is no such file, {reason}; put back that of the run")
+    return config, OutputLabels(vocabulary)
 
 
 def look_for_data(
     config: TrainConfig, checkpoint: Path | None, *, required: bool, with_headers: bool = False
-) -> Splits[Catalogue]:
+) -> Splits[SplitIndex]:
     """The catalogues of the data that the weights of `checkpoint`, if any, are used with. Arguments as of
-    `_as_trained` and `find_data`. Raises InputError as they do, and for data that cannot be read."""
+    `_with_saved_tokenizer` and `find_data`. Raises InputError as they do, and for data that cannot be read."""
     phase("looking for the data")
-    return find_data(*_as_trained(config, checkpoint, required=required), with_headers=with_headers)
+    return find_data(*_with_saved_tokenizer(config, checkpoint, required=required), with_headers=with_headers)
 
 
 def check_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
@@ -219,22 +222,22 @@ class Data:
         self._first = 0 in stages  # whether this process has the first stage
         self._replica = spec.layout.replica_of(process)
         self._splits: Splits[Split] | None = None
-        self._trained_on = TrainedOn()  # of the weights that the run begins with
+        self._output_labels = OutputLabels()  # of the weights that the run begins with
         self.classes: tuple[str, ...] = ()  # names by output, () if the data name none; known once it is read
-        self._readings: dict[SplitName, Reading] = {}  # empty without the first stage
+        self._readers: dict[SplitName, SplitReader] = {}  # empty without the first stage
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
             required = start is None or config.resume is not None
-            config, self._trained_on = _as_trained(config, source, required=required)
-            self._splits = open_data(config, self._trained_on)
+            config, self._output_labels = _with_saved_tokenizer(config, source, required=required)
+            self._splits = open_data(config, self._output_labels)
         if self._splits is None or not self._first:
             return
         batches = {
-            name: mini_batches(config, split.catalogue, training=name == "training", replica=self._replica)
+            name: mini_batches(config, split.split_index, training=name == "training", replica=self._replica)
             for name, split in self._splits.each()
             if start is not None or name == "test"
         }
         if start is None:
-            order = coming("test", batches["test"])
+            order = batch_requests("test", batches["test"])
         else:
             steps_per_epoch = batches["training"].steps_per_epoch
             if start.steps_per_epoch not in (0, steps_per_epoch):
@@ -243,62 +246,62 @@ class Data:
                     f"{steps_per_epoch} now, so the data is another; put back the data, and leave out the "
                     "dataset's settings"
                 )
-            order = coming_batches(batches, start, Milestones(config, steps_per_epoch, only_steps))
+            order = training_batch_order(batches, start, Milestones(config, steps_per_epoch, only_steps))
         splits = dict(self._splits.each())
-        loaded = LoadedBatches(splits, order, *loaders(config, spec.layout, splits[next(iter(batches))]))
-        self._readings = {name: Reading(splits[name], batches[name], loaded) for name in batches}
+        prefetched = PrefetchedBatches(splits, order, *choose_loaders(config, spec.layout, splits[next(iter(batches))]))
+        self._readers = {name: SplitReader(splits[name], batches[name], prefetched) for name in batches}
 
-    def reading(self, control: ControlGroup, name: SplitName) -> Reading:
+    def reader(self, control: ControlGroup, name: SplitName) -> SplitReader:
         """A split as this process reads it. Call it in every process once they are connected: those without samples
         receive the catalogue and the classes. Raises InputError if processes read data with different tokens, classes
         or numbers of samples."""
         split = None if self._splits is None else dict(self._splits.each())[name]
-        own_catalogue = split.catalogue if split is not None and self._first else None
-        meaning = None if split is None else _meaning_of(split)
-        catalogues, meanings = zip(*control.collect((own_catalogue, meaning)), strict=True)
-        first, *others = (meaning for meaning in meanings if meaning is not None)
+        local_split_index = split.split_index if split is not None and self._first else None
+        fingerprint = None if split is None else _split_fingerprint(split)
+        split_indexes, fingerprints = zip(*control.collect((local_split_index, fingerprint)), strict=True)
+        first, *others = (fingerprint for fingerprint in fingerprints if fingerprint is not None)
         if any(other != first for other in others):
             why = "the processes read data with different tokens, classes or numbers of samples"
             raise InputError(f"dataset={self._config.dataset.name}: {why}; give every machine the same files")
         _, _, self.classes = first
-        if name in self._readings:
-            return self._readings[name]
-        catalogue = next(catalogue for catalogue in catalogues if catalogue is not None)
-        batches = mini_batches(self._config, catalogue, training=name == "training", replica=self._replica)
-        return Reading(split, batches, None)
+        if name in self._readers:
+            return self._readers[name]
+        split_index = next(split_index for split_index in split_indexes if split_index is not None)
+        batches = mini_batches(self._config, split_index, training=name == "training", replica=self._replica)
+        return SplitReader(split, batches, None)
 
-    def readings(self, control: ControlGroup) -> Splits[Reading]:
-        """Each split of a training, as `reading` returns it."""
+    def readers(self, control: ControlGroup) -> Splits[SplitReader]:
+        """Each split of a training, as `reader` returns it."""
         names: list[SplitName] = ["training", "test"]
         if self._config.dataset.validation is not None:
             names.append("validation")
-        return Splits(*(self.reading(control, name) for name in names))
+        return Splits(*(self.reader(control, name) for name in names))
 
     def facts(self) -> DataFacts:
         """What the banner says about the data. Call it only in the process of the first stage."""
         assert self._splits is not None
         train, test, validation = self._splits
-        held_out = None if validation is None else validation.catalogue.samples
-        facts = DataFacts(train.catalogue.samples, test.catalogue.samples, held_out)
+        held_out = None if validation is None else validation.split_index.samples
+        facts = DataFacts(train.split_index.samples, test.split_index.samples, held_out)
         notes = self._unused_validation()
-        if isinstance(train, ImageSplit) and isinstance(train.samples.pixels, Files):
-            notes += (("images", train.samples.pixels.described()),)
+        if isinstance(train, ImageSplit) and isinstance(train.samples.pixels, ImageFiles):
+            notes += (("images", train.samples.pixels.describe()),)
         not_images = [split.samples.skipped for _, split in self._splits.each() if isinstance(split, ImageSplit)]
         if skipped := sum(not_images, Counter[str]()):
             kinds = ", ".join(f"{count:,} of {ending}" for ending, count in skipped.most_common(4))
             notes += (("skipped", f"{plural(skipped.total(), 'file')}, not read as images: {kinds}"),)
         if isinstance(train, MaskedText) and isinstance(test, MaskedText):
-            notes += (("masked", f"{SELECTED:.0%} of the tokens, which are predicted; others are not counted"),)
+            notes += (("masked", f"{SELECTED_SHARE:.0%} of the tokens, which are predicted; others are not counted"),)
             train, test = train.windows, test.windows
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             size, asked = train.vocabulary.size, self._config.dataset.vocabulary  # type: ignore[union-attr]  # text
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
             if size < asked and not isinstance(self._config.model, HuggingFaceConfig):  # which keeps its own vocabulary
-                whose = "the tokenizer" if isinstance(train.vocabulary, PretrainedTokenizer) else "this text"
+                whose = "the tokenizer" if isinstance(train.vocabulary, HFTokenizer) else "this text"
                 fewer = f"dataset.vocabulary={asked} is more than {whose} has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
-            facts = replace(facts, languages=languages_of(train.pairs.languages))
+            facts = replace(facts, languages=count_languages(train.pairs.languages))
             left = train.dropped + (validation.dropped if isinstance(validation, PairSplit) else 0)
             if left or test.dropped:
                 left_out = f"{left:,} training and {test.dropped:,} test pairs longer than model.length"
@@ -308,26 +311,26 @@ class Data:
     def _unused_validation(self) -> Notes:
         """A line of the banner about a folder or a file `val` that is the test set, or that nothing uses."""
         dataset = self._config.dataset
-        has_own = (IMAGES | TEXTS)[dataset.name].folders and getattr(dataset, "test", None) is None
-        if not has_own or dataset.root is None or dataset.validation == OWN_VALIDATION:
+        has_validation_setting = (IMAGES | TEXTS)[dataset.name].folders and getattr(dataset, "test", None) is None
+        if not has_validation_setting or dataset.root is None or dataset.validation == VALIDATION_NAME:
             return ()
         for suffix in ("", ".tsv"):
-            if (place := Path(dataset.root, OWN_VALIDATION + suffix)).exists():
-                is_test = split_names(place.parent, suffix=suffix)[-1] == OWN_VALIDATION
+            if (place := Path(dataset.root, VALIDATION_NAME + suffix)).exists():
+                is_test = split_names(place.parent, suffix=suffix)[-1] == VALIDATION_NAME
                 use = (
                     "is the test set, as there is no other"
                     if is_test
                     else "is not used; dataset.validation=val uses it"
                 )
-                return ((OWN_VALIDATION, f"{place} {use}"),)
+                return ((VALIDATION_NAME, f"{place} {use}"),)
         return ()
 
     def class_notes(self) -> Notes:
         """A line of the banner if nothing tells that the outputs of the weights that training begins with mean the
         classes of the data; () otherwise."""
-        theirs, count = self._trained_on.classes, len(self.classes)
+        theirs, count = self._output_labels.classes, len(self.classes)
         if self._source is not None and theirs is None and self.classes:
-            which = "its outputs" if self._trained_on.required else "outputs that are taken from it"
+            which = "its outputs" if self._output_labels.required else "outputs that are taken from it"
             what = f"{which} are taken for the classes of the data: {first_few(self.classes)}"
             return (("classes", f"that run kept no names; {what}"),)
         if self._source is None and theirs and len(theirs) == count and not same_classes(theirs, self.classes):
@@ -338,42 +341,42 @@ class Data:
     def save_vocabulary(self, folder: Path) -> None:
         """Write the vocabulary of text into the run's folder. Call it only in the process of the first stage."""
         assert self._splits is not None
-        vocabulary = _vocabulary_of(self._splits[0])
-        if isinstance(vocabulary, Vocabulary):
+        vocabulary = _tokenizer_of(self._splits[0])
+        if isinstance(vocabulary, SentencePieceTokenizer):
             write_whole(folder / VOCABULARY, vocabulary.model)
-        elif isinstance(vocabulary, PretrainedTokenizer):
+        elif isinstance(vocabulary, HFTokenizer):
             for name, content in vocabulary.files.items():
                 (folder / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / TOKENIZER / name, content)
 
 
-def _meaning_of(split: Split) -> tuple[int, str | None, tuple[str, ...]]:
+def _split_fingerprint(split: Split) -> tuple[int, str | None, tuple[str, ...]]:
     """What must be the same of a split in all processes that open it: the number of samples, a digest of the vocabulary
     of text, and the names of the classes."""
-    vocabulary = _vocabulary_of(split)
-    tokens = None if vocabulary is None else digest_of("tokens", [], [vocabulary.model])
+    vocabulary = _tokenizer_of(split)
+    tokens = None if vocabulary is None else compute_digest("tokens", [], [vocabulary.model])
     classes = split.samples.class_names if isinstance(split, ImageSplit) else ()
-    return split.catalogue.samples, tokens, classes
+    return split.split_index.samples, tokens, classes
 
 
-def _vocabulary_of(split: Split | None) -> Vocabulary | PretrainedTokenizer | None:
+def _tokenizer_of(split: Split | None) -> SentencePieceTokenizer | HFTokenizer | None:
     """The object that maps text to tokens, None if there is no text."""
     return getattr(split.windows if isinstance(split, MaskedText) else split, "vocabulary", None)
 
 
-def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, replica: int = 0) -> MiniBatches:
+def mini_batches(config: TrainConfig, split_index: SplitIndex, *, training: bool, replica: int = 0) -> MiniBatches:
     """The mini-batches of a training set, or of a test set: all of its samples, in the same order each time. `replica`
     is the pipeline whose share of each mini-batch is read.
 
     Raises InputError for a training set that is smaller than a mini-batch.
     """
-    if training and config.batch_size is not None and config.batch_size > catalogue.samples:
+    if training and config.batch_size is not None and config.batch_size > split_index.samples:
         raise InputError(
-            f"batch_size={config.batch_size}: the training set has only {catalogue.samples} samples; "
-            f"use {catalogue.samples} or fewer"
+            f"batch_size={config.batch_size}: the training set has only {split_index.samples} samples; "
+            f"use {split_index.samples} or fewer"
         )
     return MiniBatches(
-        catalogue,
+        split_index,
         batch_size=config.batch_size,
         batch_tokens=config.batch_tokens,
         seed=config.seed,
@@ -397,9 +400,9 @@ def check_last_mini_batch(config: TrainConfig, batches: MiniBatches) -> None:
         check_single_samples(config, smallest, last=smallest < config.batch_size)
 
 
-def coming_batches(
+def training_batch_order(
     batches: Mapping[SplitName, MiniBatches], start: Progress, milestones: Milestones
-) -> Iterator[Coming]:
+) -> Iterator[BatchRequest]:
     """The mini-batches of all splits in the order in which a training reads them from `start` on: after each step that
     is followed by an evaluation the set that chooses the best weights, and at the end, if that is not it, the test set.
     """
@@ -407,16 +410,16 @@ def coming_batches(
     chooses: SplitName = "validation" if "validation" in batches else "test"
     places = training.stream(start.epoch, start.position, milestones.config.epochs)
     for step, place in enumerate(places, start.step + 1):
-        yield from coming("training", training, [place])
+        yield from batch_requests("training", training, [place])
         if milestones.evaluates_after(step):
-            yield from coming(chooses, batches[chooses])
+            yield from batch_requests(chooses, batches[chooses])
         if step == milestones.end_step:
             break
     if chooses != "test" and not milestones.only_steps:
-        yield from coming("test", batches["test"])
+        yield from batch_requests("test", batches["test"])
 
 
-def loaders(config: TrainConfig, layout: Layout, split: Split) -> tuple[int, int]:
+def choose_loaders(config: TrainConfig, layout: Layout, split: Split) -> tuple[int, int]:
     """The number of loader processes, `data_workers` or what suits the data set, and how many mini-batches each of them
     prepares ahead: so many, and so few processes, that the batches of all pipelines on this machine take at most a
     quarter of its memory. Raises InputError if the first sample of `split` cannot be read."""
@@ -426,14 +429,14 @@ def loaders(config: TrainConfig, layout: Layout, split: Split) -> tuple[int, int
     elif workers is None:
         # Decoding image files keeps several cores busy; more than 8 rarely help the host of an accelerator. For images
         # in memory a single process is enough to overlap loading with the step.
-        workers = min(max(1, usable_cores() // pipelines), 8) if config.dataset.name in DECODED else 1
+        workers = min(max(1, usable_cores() // pipelines), 8) if config.dataset.name in DECODED_FROM_FILES else 1
     if workers == 0:
         return 0, 0
-    lengths = greatest_lengths(config)
-    share = share_of(mini_batch_samples(config, lengths), config.micro_batches, config.replicas)
+    lengths = max_lengths(config)
+    shard = shard_of(mini_batch_samples(config, lengths), config.micro_batches, config.replicas)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads of a library would not survive the fork
-    batch_bytes = sum(share.sizes) * sum(tensor.nbytes for tensor in split.inputs(0, [0], lengths))
+    batch_bytes = sum(shard.sizes) * sum(tensor.nbytes for tensor in split.inputs(0, [0], lengths))
     torch.set_num_threads(threads)
     fitting = min(usable_memory_bytes() // 4, free_shared_memory_bytes()) // (pipelines * batch_bytes)
     workers = max(1, min(workers, fitting))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, real_model
+from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, full_model_builder
 from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
@@ -30,8 +30,8 @@ class WorkerProcess:
     connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # connects to the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
     on_action: OnAction = ignore_action  # called before every action of the pipeline
-    until_handled: Callable[[], None] = lambda: None  # in process 0: waits until the parent has handled all messages
-    before_failing: list[Callable[[], None]] = field(default_factory=list)  # called after the task has raised
+    flush_messages: Callable[[], None] = lambda: None  # in process 0: waits until the parent has handled all messages
+    on_failure: list[Callable[[], None]] = field(default_factory=list)  # called after the task has raised
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ class Engine(PipelinePart):
         """The gradients of this process's parameters in global order; parameters without gradient are left out."""
         return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
 
-    def counted(self) -> list[torch.Tensor]:
+    def gradients_in_norm(self) -> list[torch.Tensor]:
         """The `gradients` that count in the norm: that of a tied weight only where it is used first."""
-        return [gradient for k in self.stages for gradient in gradients_of(self.owned(k).values())]
+        return [gradient for k in self.stages for gradient in gradients_of(self.owned_parameters(k).values())]
 
-    def owned(self, stage: int) -> dict[str, nn.Parameter]:
+    def owned_parameters(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of a stage, without tied weights that an earlier stage has, too."""
         layers, parameters = self.spec.layer_names[stage], self.parameters[stage]
         return {name: parameter for name, parameter in parameters.items() if name.partition(".")[0] in layers}
 
-    def set_progress(self, share: float) -> None:
+    def set_progress(self, fraction: float) -> None:
         """Set the share of all training steps that is done, 0 to 1, in every stage (for scheduled drop-path)."""
         for stage in self.stages.values():
-            set_progress(stage.module, share)
+            set_progress(stage.module, fraction)
 
     @contextmanager
-    def evaluating(self, *, averages: bool) -> Iterator[None]:
+    def evaluation_mode(self, *, averages: bool) -> Iterator[None]:
         """Inside, all stages are in evaluation mode; with `averages`, they have the averaged weights."""
         with ExitStack() as stack:
             if averages:
@@ -100,7 +100,7 @@ def build_engine(
     """
     process = control.rank
     spec = replace(spec, layout=spec.layout.seen_by(process))
-    model, whole = build_model(config, pretrained=pretrained), real_model(config, pretrained=pretrained)
+    model, whole = build_model(config, pretrained=pretrained), full_model_builder(config, pretrained=pretrained)
     freeze(model, spec.frozen)
     stages = {
         index: build_stage(spec, index, build_layers(config, spec, index, model, whole), config.seed)
@@ -128,7 +128,7 @@ def build_layers(
     whole: Callable[[], nn.Sequential] | None,
 ) -> nn.Sequential:
     """The layers of stage `index` with their initial weights, as plain PyTorch has them; `model` is the whole model on
-    the meta device, `whole` is from `real_model`."""
+    the meta device, `whole` is from `full_model_builder`."""
     first, layers = spec.first_layers[index], len(spec.layer_names[index])
     module = materialize(model, first, layers, run_seed=config.seed, whole=whole, ties=spec.ties)
     freeze(module, spec.frozen)

@@ -34,7 +34,7 @@ class LayersCompiled:
 
 
 @dataclass(frozen=True)
-class GraphsRecorded:
+class GraphsCaptured:
     """Which stages are replayed as graphs, over all processes."""
 
     stages: int  # number of stages that are replayed
@@ -54,7 +54,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Tested:
+class EvalRecord:
     """The scores on a set after step `step`."""
 
     step: int
@@ -72,9 +72,9 @@ class TrainingReady:
     steps_per_epoch: int | None  # None in a dry run, which has not opened the data
     gpu_names: tuple[str, ...] = ()
     compiled: LayersCompiled | None = None
-    graphs: GraphsRecorded | None = None
-    test: Tested | None = None  # the last evaluation before the first step, of a resumed run
-    best: Tested | None = None  # the best evaluation before the first step
+    graphs: GraphsCaptured | None = None
+    test: EvalRecord | None = None  # the last evaluation before the first step, of a resumed run
+    best: EvalRecord | None = None  # the best evaluation before the first step
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class StepRecorded:
 
 
 @dataclass(frozen=True)
-class Evaluated(Tested):
+class Evaluated(EvalRecord):
     """An evaluation during training; with a validation set, also that of the test set after the last step, with the
     weights of the best step."""
 
@@ -123,7 +123,7 @@ class Evaluated(Tested):
 
 
 @dataclass(frozen=True)
-class CheckpointComing:
+class CheckpointReady:
     """A checkpoint is written but for its name; it gets its name once all that was reported before is on disk."""
 
     step: int
@@ -145,11 +145,11 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True)
-class CheckpointAwaited:
-    """After `step`, the training waited because the checkpoint of `awaited_step` was not complete."""
+class CheckpointStalled:
+    """After `step`, the training waited because the checkpoint of `stalled_step` was not complete."""
 
     step: int
-    awaited_step: int
+    stalled_step: int
     seconds: float
 
 
@@ -190,7 +190,7 @@ class ModelWritten:
     """`gpipe export`: the file is complete."""
 
     bytes: int
-    holds: str  # what the file holds, such as `122 tensors`
+    contents: str  # what the file holds, such as `122 tensors`
     call: str  # the Python expression that reads the file
 
 
@@ -199,7 +199,7 @@ class FileEvaluated:
     """`gpipe export`: the scores on the test set of the model in the file."""
 
     scores: Scores
-    by: str  # name and version of the program that read the file
+    program: str  # name and version of the program that read the file
 
 
 @dataclass(frozen=True)

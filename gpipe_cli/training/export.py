@@ -27,7 +27,7 @@ from gpipe_cli.assembly.build import MEMORY_FORMATS, outputs_of, timm_name
 from gpipe_cli.assembly.loss import NO_TOTALS
 from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
-from gpipe_cli.data.images import centre_share, find_images
+from gpipe_cli.data.images import centre_crop_ratio, find_images
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import InputError
@@ -43,10 +43,10 @@ from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
 from gpipe_cli.training.data_feed import Data, MiniBatch, saved_tokenizer, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
-from gpipe_cli.training.hugging_face_folder import class_in, preprocessor, program_of, write_folder
+from gpipe_cli.training.hugging_face_folder import load_program, model_class_in, preprocessor_config, write_folder
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
-from gpipe_cli.training.step import normalized, objective_of
-from gpipe_cli.training.train_loop import scores_of
+from gpipe_cli.training.step import build_loss, normalize_inputs
+from gpipe_cli.training.train_loop import to_scores
 from gpipe_cli.units import plural
 
 
@@ -58,39 +58,39 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
     control, _ = process.connect()
     with control.waits(Awaited.COMPILER):  # minutes, for a large model
         model = whole_model(config.training, checkpoint)
-        facts = _facts(config, checkpoint, model)
+        facts = _file_metadata(config, checkpoint, model)
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
         by_timm = _timm_arguments(config.training) is not None
         # a layer made of timm's modules holds them under the names that they have in timm's whole network
         tensors = {name.partition(".")[2] if by_timm else name: tensor for name, tensor in model.state_dict().items()}
-        holds = plural(len(tensors), "tensor")
+        contents = plural(len(tensors), "tensor")
         match config.format:
             case "safetensors":  # which refuses a tensor under two names
                 once = {name: tensor for name, tensor in tensors.items() if name not in facts.get("tied", {})}
-                write_whole(file, safetensors_parts(_contiguous(once), {"format": "pt", **texts}))
+                write_whole(file, safetensors_parts(_make_contiguous(once), {"format": "pt", **texts}))
             case "torch":
                 content = io.BytesIO()
-                torch.save({"state_dict": _contiguous(tensors), "metadata": facts}, content)
+                torch.save({"state_dict": _make_contiguous(tensors), "metadata": facts}, content)
                 write_whole(file, [content.getbuffer()])
             case "onnx":
                 serialized, any_batch = onnx_content(config.training, model, texts, threads)
                 write_whole(file, serialized)
-                holds = "for batches of any size" if any_batch else "for one sample at a time"
+                contents = "for batches of any size" if any_batch else "for one sample at a time"
             case "hf":
                 more, dataset = saved_tokenizer(Path(config.run)), config.training.dataset
                 if isinstance(dataset, ImagesConfig):
-                    more[PREPROCESSOR] = preprocessor(dataset)
+                    more[PREPROCESSOR] = preprocessor_config(dataset)
                 classes = facts.get("classes", [])
-                holds = plural(write_folder(config.training.model.name, model, file, more, classes), "tensor")
+                contents = plural(write_folder(config.training.model.name, model, file, more, classes), "tensor")
     content_bytes = sum(path.stat().st_size for path in ([file] if file.is_file() else file.rglob("*")))
-    process.report(events.ModelWritten(content_bytes, holds, _call(config, file)))
+    process.report(events.ModelWritten(content_bytes, contents, _load_expression(config, file)))
 
 
-def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _make_contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-def _facts(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict[str, Any]:
+def _file_metadata(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict[str, Any]:
     """The file's metadata: texts, numbers, lists and dictionaries; the names of classes only if they are known."""
     run = config.training
     settings = {key: value for key, value in asdict(run.model).items() if key not in ("pretrained", "weights")}
@@ -107,8 +107,8 @@ def _facts(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict
     if tied := other_names(find_ties(model)):  # a name -> the name of the same tensor in the file
         facts["tied"] = tied
     if not isinstance(run.dataset, ImagesConfig):
-        return facts | _meaning_of_tokens(Path(config.run))
-    facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset)}
+        return facts | _tokenizer_metadata(Path(config.run))
+    facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_crop_ratio(run.dataset)}
     facts |= {"mean": list(run.dataset.mean), "std": list(run.dataset.std), "interpolation": run.dataset.interpolation}
     if (classes := index.classes) is None:  # a run of an older version: those that the data has now, if it is there
         with suppress(InputError):
@@ -116,11 +116,11 @@ def _facts(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict
     return facts | ({"classes": list(classes)} if classes else {})
 
 
-def _meaning_of_tokens(run: Path) -> dict[str, Any]:
+def _tokenizer_metadata(run: Path) -> dict[str, Any]:
     """`sentencepiece`: the vocabulary that the run learned; or `tokenizer`: the files of its tokenizer by name. Files
     are in base64."""
-    if (pieces := saved_vocabulary(run)) is not None:
-        return {"sentencepiece": base64.b64encode(pieces).decode()}
+    if (saved_model := saved_vocabulary(run)) is not None:
+        return {"sentencepiece": base64.b64encode(saved_model).decode()}
     files = {name: base64.b64encode(content).decode() for name, content in saved_tokenizer(run).items()}
     return {"tokenizer": files} if files else {}
 
@@ -134,14 +134,14 @@ def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
     return {"model_name": name, **timm_arguments(name, num_classes=classes, image_size=dataset.image_size)}
 
 
-def _call(config: ExportConfig, file: Path) -> str:
+def _load_expression(config: ExportConfig, file: Path) -> str:
     """The Python expression that reads the file in its format."""
     arguments = _timm_arguments(config.training)
     match config.format:
         case "onnx":
             return f"onnxruntime.InferenceSession({str(file)!r})"
         case "hf":
-            return f"transformers.{class_in(file).__name__}.from_pretrained({str(file)!r})"
+            return f"transformers.{model_class_in(file).__name__}.from_pretrained({str(file)!r})"
         case _ if arguments is not None:
             name, *others = [repr(arguments.pop("model_name")), *(f"{key}={value}" for key, value in arguments.items())]
             return f"timm.create_model({', '.join([name, *others, f'checkpoint_path={str(file)!r}'])})"
@@ -159,27 +159,27 @@ def evaluate_file(
     """
     data = Data(config, spec, process.number, None, checkpoint)
     control, _ = process.connect()
-    test = data.reading(control, "test")
+    test = data.reader(control, "test")
     device = torch.device("cpu" if form == "onnx" else spec.layout.devices[0])
-    by, logits_of = _program(config, form, file, spec, device)
+    program, logits_of = _load_program(config, form, file, spec, device)
     total = NO_TOTALS
     for position in range(test.batches.steps_per_epoch):
         sizes = micro_batch_sizes(test.batches.size(0, position), config.micro_batches)
         mini_batch = MiniBatch(test, 0, position)
-        objective = objective_of(config, mini_batch.targets(), sizes, 0.0, device)
+        objective = build_loss(config, mini_batch.targets(), sizes, 0.0, device)
         with control.waits(Awaited.DATA):
             inputs = mini_batch.inputs()
         assert objective is not None, "a single process has the targets"
         assert inputs is not None, "and the inputs"
-        for micro_batch, pieces in enumerate(split_all(normalized(config, inputs), sizes)):
+        for micro_batch, pieces in enumerate(split_all(normalize_inputs(config, inputs), sizes)):
             outputs = logits_of(tuple(to_device(piece, device) for piece in pieces))
             objective.observe(micro_batch, outputs, objective.loss(micro_batch, outputs))
         total += objective.totals()
     test.close()
-    process.report(events.FileEvaluated(scores_of(config, total, averaged=config.ema_decay > 0), by))
+    process.report(events.FileEvaluated(to_scores(config, total, averaged=config.ema_decay > 0), program))
 
 
-def _program(
+def _load_program(
     config: TrainConfig, form: Format, file: Path, spec: PipelineSpec, device: torch.device
 ) -> tuple[str, Callable[[Tensors], Tensors]]:
     """The name and version of the program that reads the file, and a function from inputs on `device` to logits."""
@@ -187,7 +187,7 @@ def _program(
         return onnx_program(file, spec.layout.threads)
     if form == "hf":
         assert isinstance(config.model, HuggingFaceConfig)
-        return program_of(file, config.model.attention, device)
+        return load_program(file, config.model.attention, device)
     arguments = _timm_arguments(config)
     if arguments is None:
         tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]
@@ -195,12 +195,12 @@ def _program(
         tied = other_names(find_ties(layers)).items()
         layers.load_state_dict({**tensors, **{name: tensors[saved] for name, saved in tied}})
         model: nn.Module = layers
-        by = f"PyTorch {torch.__version__}"
+        program = f"PyTorch {torch.__version__}"
     else:
         import timm
 
         model = timm.create_model(**arguments, checkpoint_path=str(file))
-        by = f"timm {timm.__version__}"
+        program = f"timm {timm.__version__}"
     memory_format = MEMORY_FORMATS[spec.memory_format]
     model.eval().to(device).to(memory_format=memory_format)
 
@@ -208,4 +208,4 @@ def _program(
     def logits_of(inputs: Tensors) -> Tensors:
         return as_tuple(model(as_value(tuple(in_layout(tensor, memory_format) for tensor in inputs))))
 
-    return by, logits_of
+    return program, logits_of

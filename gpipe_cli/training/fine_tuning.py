@@ -19,7 +19,7 @@ from gpipe_cli.data.images import same_classes
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint.files import find_checkpoint, select
-from gpipe_cli.training.checkpoint.restore import CheckpointMatch, saved_state, stage_tensors
+from gpipe_cli.training.checkpoint.restore import CheckpointCompatibility, saved_state, stage_tensors
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Notes
 from gpipe_cli.units import count, plural
@@ -28,12 +28,12 @@ from gpipe_cli.units import count, plural
 def fine_tune(engine: Engine, checkpoint: Path | None, classes: Sequence[str] = ()) -> Notes:
     """Copy the weights of the checkpoint that `init_from` led to into this process's stages, unless the run is resumed.
     `classes`: their names in the data, () if it has none. Returns the banner's lines about taken and frozen weights.
-    Raises as `find_taking` does."""
+    Raises as `match_pretrained` does."""
     config = engine.config
-    frozen = frozen_facts(engine.spec)
+    frozen = frozen_layers_note(engine.spec)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
-    match, new = find_taking(config, engine.model, checkpoint, classes)
+    match, new = match_pretrained(config, engine.model, checkpoint, classes)
     intact = set[str]()
     for k, stage in engine.stages.items():
         tensors = stage_tensors(engine.spec, k, checkpoint, ("model", "ema"), intact)
@@ -45,35 +45,36 @@ def fine_tune(engine: Engine, checkpoint: Path | None, classes: Sequence[str] = 
             if k in engine.averages:
                 for name, average in engine.averages[k].average.items():
                     average.copy_(state[name])
-    return (*_taken_facts(match, new, engine.spec), *frozen)
+    return (*_loaded_layers_note(match, new, engine.spec), *frozen)
 
 
 def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
     """The best checkpoint of the run `init_from`; if it is damaged, the newest that is intact, and `warn` gets a line.
 
-    Raises InputError, as `find_taking` does, or if the run has no checkpoint that can be used.
+    Raises InputError, as `match_pretrained` does, or if the run has no checkpoint that can be used.
     """
     assert config.init_from is not None
-    check = partial(find_taking, config, build_model(config))
+    check = partial(match_pretrained, config, build_model(config))
     return find_checkpoint(Path(config.init_from), "best", "init_from", check, warn)
 
 
-def find_taking(
+def match_pretrained(
     config: TrainConfig, model: nn.Sequential, checkpoint: Path, classes: Sequence[str] | None = None
-) -> tuple[CheckpointMatch, frozenset[str]]:
+) -> tuple[CheckpointCompatibility, frozenset[str]]:
     """How a checkpoint matches `model`, and the names of the tensors that stay new under `init_from` and `init_head`;
     all others are taken from the checkpoint. `classes`: their names in the data, in the order of the other run where it
     has the same; (): they have none; None: not known yet, and taken to be the same.
 
     Raises InputError for a checkpoint of another architecture (naming what differs) and for a classifier
-    that does not fit under init_head=keep; DamagedError for a checkpoint that lacks a tensor or cannot be read.
+    that does not fit under init_head=keep; CorruptCheckpointError for a checkpoint that lacks a tensor or cannot be
+    read.
     """
     assert config.init_from is not None
-    match = CheckpointMatch.of("init_from", Path(config.init_from), checkpoint, config, model)
+    match = CheckpointCompatibility.of("init_from", Path(config.init_from), checkpoint, config, model)
     shapes, saved_shapes = match.shapes, match.saved_shapes
     classifier = classifier_of(config, model) & shapes.keys()  # a tied matrix is taken with the embedding
     _check_same_names(match, classifier)
-    absent = frozenset(name for name in shapes if _layer(name) not in match.index.layers)  # an auxiliary head
+    absent = frozenset(name for name in shapes if _layer_name(name) not in match.index.layers)  # an auxiliary head
     match.check_same_tokenizer()
     match.check_same_shapes(sorted(shapes.keys() - classifier - absent))
     unfit = sorted(name for name in classifier - absent if saved_shapes.get(name) != shapes[name])
@@ -85,14 +86,14 @@ def find_taking(
     same = not unfit and _same_classes(match, classes)
     kept = config.init_head == "keep" or (config.init_head == "auto" and same)
     new = absent if kept else absent | classifier
-    taken = {name: tensor for name, tensor in saved_state(model).items() if name not in new}
-    averages = taken if match.index.progress.ema_updates else {}
-    match.check_tensors({f"model/{name}": tensor for name, tensor in taken.items()})
+    loaded = {name: tensor for name, tensor in saved_state(model).items() if name not in new}
+    averages = loaded if match.index.progress.ema_updates else {}
+    match.check_tensors({f"model/{name}": tensor for name, tensor in loaded.items()})
     match.check_tensors({f"ema/{name}": tensor for name, tensor in averages.items() if tensor.is_floating_point()})
     return match, new
 
 
-def frozen_facts(spec: PipelineSpec) -> Notes:
+def frozen_layers_note(spec: PipelineSpec) -> Notes:
     """The banner's line about frozen layers and parameters; () if nothing is frozen."""
     frozen = spec.frozen
     if not frozen.modules and not frozen.parameters:
@@ -109,43 +110,47 @@ def frozen_facts(spec: PipelineSpec) -> Notes:
     return (("frozen", fact),)
 
 
-def _taken_facts(match: CheckpointMatch, new: frozenset[str], spec: PipelineSpec) -> Notes:
+def _loaded_layers_note(match: CheckpointCompatibility, new: frozenset[str], spec: PipelineSpec) -> Notes:
     """The banner's lines about the layers that were taken and those that are new."""
-    taken_layers, new_layers = _layers_of(match.shapes.keys() - new), _layers_of(new)
+    loaded_layers, new_layers = _layer_names(match.shapes.keys() - new), _layer_names(new)
     layers = [name for names in spec.layer_names for name in names]
-    parts = [layer for layer in layers if layer in taken_layers & new_layers]
-    fact = plural(len(taken_layers - new_layers), "layer") + (f" and part of {', '.join(parts)}" if parts else "")
+    parts = [layer for layer in layers if layer in loaded_layers & new_layers]
+    fact = plural(len(loaded_layers - new_layers), "layer") + (f" and part of {', '.join(parts)}" if parts else "")
     progress = match.index.progress
     best = "best, " if progress.best_step == progress.step else ""
     fact += f" from {match.config.init_from} ({best}step {progress.step}"
     fact += f"{', averaged weights' if progress.ema_updates else ''})"
-    fresh = [layer for layer in layers if layer in new_layers - taken_layers]
-    inside = sorted({name.rpartition(".")[0] for name in new if _layer(name) in parts})
-    said = [f"{plural(len(fresh), 'layer')}: {', '.join(fresh)}"] if fresh else []
+    initialized_layers = [layer for layer in layers if layer in new_layers - loaded_layers]
+    inside = sorted({name.rpartition(".")[0] for name in new if _layer_name(name) in parts})
+    said = (
+        [f"{plural(len(initialized_layers), 'layer')}: {', '.join(initialized_layers)}"] if initialized_layers else []
+    )
     said += [", ".join(inside)] if inside else []
     return (("taken", fact), ("new", "; ".join(said) or "nothing, the classifier is that run's"))
 
 
-def _check_same_names(match: CheckpointMatch, classifier: frozenset[str]) -> None:
+def _check_same_names(match: CheckpointCompatibility, classifier: frozenset[str]) -> None:
     """Raises InputError if the names of layers, or of tensors in them, differ; AmoebaNet's auxiliary head, a second
     classifier in the middle, may be in the model alone or in the checkpoint alone."""
     names, saved_names = match.shapes.keys(), match.saved_shapes.keys()
     config, source = match.config, match.source
-    layers_here, layers_there = (list(dict.fromkeys(map(_layer, tensors))) for tensors in (names, saved_names))
-    extra = _layers_of(classifier) - {layers_here[-1]}
-    only_here = [layer for layer in layers_here if layer not in layers_there and layer not in extra]
-    only_there = [layer for layer in layers_there if layer not in layers_here]
-    if only_there and type(source.model) is type(config.model) and not isinstance(source.model, CustomConfig):
-        extra = _layers_of(classifier_of(source, build_model(source))) - {layers_there[-1]}
-        only_there = [layer for layer in only_there if layer not in extra]
-    if not only_here and not only_there:  # the same layers: compare their tensors
-        common = {*layers_here} & {*layers_there}
-        only_here = [n for n in names if _layer(n) in common and n not in saved_names and n not in classifier]
-        only_there = [n for n in saved_names if _layer(n) in common and n not in names]
-    match.check_same_names(only_here, only_there)
+    layer_names, saved_layer_names = (
+        list(dict.fromkeys(map(_layer_name, tensors))) for tensors in (names, saved_names)
+    )
+    extra = _layer_names(classifier) - {layer_names[-1]}
+    missing = [layer for layer in layer_names if layer not in saved_layer_names and layer not in extra]
+    unexpected = [layer for layer in saved_layer_names if layer not in layer_names]
+    if unexpected and type(source.model) is type(config.model) and not isinstance(source.model, CustomConfig):
+        extra = _layer_names(classifier_of(source, build_model(source))) - {saved_layer_names[-1]}
+        unexpected = [layer for layer in unexpected if layer not in extra]
+    if not missing and not unexpected:  # the same layers: compare their tensors
+        common = {*layer_names} & {*saved_layer_names}
+        missing = [n for n in names if _layer_name(n) in common and n not in saved_names and n not in classifier]
+        unexpected = [n for n in saved_names if _layer_name(n) in common and n not in names]
+    match.check_same_names(missing, unexpected)
 
 
-def _same_classes(match: CheckpointMatch, classes: Sequence[str] | None) -> bool:
+def _same_classes(match: CheckpointCompatibility, classes: Sequence[str] | None) -> bool:
     """Whether the outputs of the other run mean what they are to mean here: by the names of the classes or, if either
     has none, by the data set."""
     saved = match.index.classes
@@ -166,9 +171,9 @@ def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
     return (dataset.name, *classes, place)
 
 
-def _layers_of(names: Iterable[str]) -> set[str]:
-    return {_layer(name) for name in names}
+def _layer_names(names: Iterable[str]) -> set[str]:
+    return {_layer_name(name) for name in names}
 
 
-def _layer(name: str) -> str:
+def _layer_name(name: str) -> str:
     return name.partition(".")[0]

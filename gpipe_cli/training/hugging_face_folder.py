@@ -12,13 +12,13 @@ from torch import nn
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.data.images import shorter_side
 from gpipe_cli.data.vocabulary import PAD
-from gpipe_cli.models.hugging_face_weights import as_transformers, found_file
+from gpipe_cli.models.hugging_face_weights import as_transformers, find_file
 from gpipe_cli.models.preprocessing import RESAMPLE
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.system.files import put_in_place
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-ONE_FILE = 2**62  # bytes: a single file, as in all other formats
+MAX_SHARD_BYTES = 2**62  # bytes: a single file, as in all other formats
 
 
 def write_folder(
@@ -33,24 +33,24 @@ def write_folder(
     if classes:
         model.config.id2label = dict(enumerate(classes))
         model.config.label2id = {name: number for number, name in enumerate(classes)}
-    with TemporaryDirectory(prefix=".", dir=folder.parent) as draft:
-        model.save_pretrained(draft, max_shard_size=ONE_FILE)
+    with TemporaryDirectory(prefix=".", dir=folder.parent) as staging:
+        model.save_pretrained(staging, max_shard_size=MAX_SHARD_BYTES)
         files = dict(more)
-        if model.can_generate() and (saved := found_file(source, GENERATION)) is not None:
+        if model.can_generate() and (saved := find_file(source, GENERATION)) is not None:
             files[GENERATION] = saved.read_bytes()
         for name, content in files.items():
-            (Path(draft) / name).parent.mkdir(parents=True, exist_ok=True)
-            (Path(draft) / name).write_bytes(content)
+            (Path(staging) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(staging) / name).write_bytes(content)
         # config.json last: no folder without it is read
-        written = sorted(Path(draft).rglob("*"), key=lambda path: path.name == CONFIG)
+        written = sorted(Path(staging).rglob("*"), key=lambda path: path.name == CONFIG)
         for path in [path for path in written if path.is_file()]:
-            place = folder / path.relative_to(draft)
+            place = folder / path.relative_to(staging)
             place.parent.mkdir(parents=True, exist_ok=True)
             put_in_place(path, place)
     return len({parameter.data_ptr() for parameter in model.state_dict().values()})
 
 
-def preprocessor(dataset: ImagesConfig) -> bytes:
+def preprocessor_config(dataset: ImagesConfig) -> bytes:
     """The file by which transformers scales images as test images of the run are scaled."""
     from transformers import ViTImageProcessor
 
@@ -65,19 +65,21 @@ def preprocessor(dataset: ImagesConfig) -> bytes:
     return str(reader.to_json_string()).encode()
 
 
-def class_in(folder: Path) -> Any:
+def model_class_in(folder: Path) -> Any:
     """transformers' class of the model in a folder."""
     import transformers
 
     return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
 
 
-def program_of(folder: Path, attention: str, device: torch.device) -> tuple[str, Callable[[Tensors], Tensors]]:
+def load_program(folder: Path, attention: str, device: torch.device) -> tuple[str, Callable[[Tensors], Tensors]]:
     """transformers' name and version, and a function from inputs on `device` to logits: its own model, in evaluation
     mode. `attention`: the implementation of attention that it uses."""
     import transformers
 
-    model = class_in(folder).from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).to(device)
+    model = (
+        model_class_in(folder).from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).to(device)
+    )
 
     @torch.no_grad()
     def logits_of(inputs: Tensors) -> Tensors:

@@ -11,16 +11,16 @@ from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError, show
 from gpipe_cli.training.checkpoint.files import (
-    DamagedError,
+    CorruptCheckpointError,
     Progress,
     check_files,
-    checkpoints_in,
-    lost_best,
+    list_checkpoints,
+    missing_best_checkpoint,
     read_index,
 )
 
 
-def starting_point(config: TrainConfig, source: Path | None) -> Progress:
+def initial_progress(config: TrainConfig, source: Path | None) -> Progress:
     """Where a run begins: the progress in the checkpoint `source` if it is resumed, otherwise step 0. Without its best
     checkpoint, the run has no best until the next evaluation.
 
@@ -36,7 +36,11 @@ def starting_point(config: TrainConfig, source: Path | None) -> Progress:
                 f"{setting}={show(given)}: the run that is resumed has {setting}={show(saved)}, and its position in "
                 "the data means something else with another; leave the setting out"
             )
-    return progress if lost_best(source) is None else replace(progress, best_score=None, best_step=None, best=None)
+    return (
+        progress
+        if missing_best_checkpoint(source) is None
+        else replace(progress, best_score=None, best_step=None, best=None)
+    )
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,8 @@ class Milestones:
 
 def progress_if_complete(config: TrainConfig, folder: Path) -> Progress | None:
     """The progress of the run in `folder`, if its last checkpoint is intact and `config` allows no more steps."""
-    with suppress(IndexError, DamagedError):
-        index = read_index(last := checkpoints_in(folder)[-1])
+    with suppress(IndexError, CorruptCheckpointError):
+        index = read_index(last := list_checkpoints(folder)[-1])
         if index.progress.step >= Milestones(config, index.progress.steps_per_epoch).end_step:
             check_files(last, index.files)
             return index.progress

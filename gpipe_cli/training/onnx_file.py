@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import greatest_lengths, model_inputs, outputs_of
+from gpipe_cli.assembly.build import max_lengths, model_inputs, outputs_of
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InvalidSettingError, with_type
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
@@ -21,7 +21,7 @@ from gpipe_cli.units import size
 
 # A file is a Protocol Buffers message of at most 2 GiB: https://protobuf.dev/programming-guides/proto-limits
 MAX_BYTES = 2**31 - 2**20  # of tensors; 1 MiB is left for the rest of the file
-NAMES = {
+INPUT_NAMES = {
     "classification": ("images",),
     "segmentation": ("images",),
     "language_model": ("tokens",),
@@ -44,8 +44,8 @@ def onnx_content(
     why = ""
     for any_batch in (True, False):
         try:
-            content = _exported(config, model, metadata, any_batch=any_batch)
-            why = _differs(config, model, content, threads, any_batch=any_batch)
+            content = _export(config, model, metadata, any_batch=any_batch)
+            why = _describe_difference(config, model, content, threads, any_batch=any_batch)
         except Exception as error:  # from torch.export, the exporter, onnxruntime or the user's own layers
             while error.__cause__ is not None:
                 error = error.__cause__  # type: ignore[assignment]  # the exporter's own text is pages long
@@ -55,20 +55,20 @@ def onnx_content(
     raise InvalidSettingError(key, "onnx", f"this model cannot be exported ({why}); {use}")
 
 
-def _exported(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, str], *, any_batch: bool) -> bytes:
-    names = NAMES[config.task]
+def _export(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, str], *, any_batch: bool) -> bytes:
+    names = INPUT_NAMES[config.task]
     lengths = ["length"] if len(names) == 1 else [f"{name}_length" for name in names]
     varying: list[dict[int, str]] = []
-    for described in model_inputs(config):
+    for spec in model_inputs(config):
         grows = {
             dimension: name
-            for name, slopes in zip(lengths, described.per_length, strict=False)
+            for name, slopes in zip(lengths, spec.per_length, strict=False)
             for dimension, slope in enumerate(slopes)
             if slope
         }
         varying.append({0: "batch", **grows} if any_batch else grows)
     # torch.export treats a size of 1 as a constant
-    examples = _examples(config, 2 if any_batch else 1, greatest_lengths(config))
+    examples = _example_inputs(config, 2 if any_batch else 1, max_lengths(config))
     with warnings.catch_warnings(action="ignore"):  # about shared names, and about plans of torch's own
         program = torch.onnx.export(
             model,
@@ -84,10 +84,12 @@ def _exported(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, 
     return bytes(program.model_proto.SerializeToString())
 
 
-def _differs(config: TrainConfig, model: nn.Sequential, content: bytes, threads: int, *, any_batch: bool) -> str:
+def _describe_difference(
+    config: TrainConfig, model: nn.Sequential, content: bytes, threads: int, *, any_batch: bool
+) -> str:
     """How onnxruntime's logits differ from the model's, for sizes other than those traced; "" if they do not."""
-    shorter = tuple(length - length // 3 for length in greatest_lengths(config))
-    inputs = _examples(config, 3 if any_batch else 1, shorter)
+    shorter = tuple(length - length // 3 for length in max_lengths(config))
+    inputs = _example_inputs(config, 3 if any_batch else 1, shorter)
     with torch.no_grad():
         wanted = as_tuple(model(as_value(inputs)))[0]
     logits = onnx_program(content, threads)[1](inputs)[0]
@@ -99,9 +101,9 @@ def _differs(config: TrainConfig, model: nn.Sequential, content: bytes, threads:
     return f"a logit differs by {difference:.2g}, the largest is {largest:.2g}"
 
 
-def _examples(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> Tensors:
+def _example_inputs(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> Tensors:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(described.shape(samples, lengths), described.dtype) for described in model_inputs(config)]
+    shapes = [(spec.shape(samples, lengths), spec.dtype) for spec in model_inputs(config)]
     return tuple(
         torch.rand(shape, generator=generator)
         if dtype.is_floating_point
@@ -119,7 +121,7 @@ def onnx_program(file: Path | bytes, threads: int) -> tuple[str, Callable[[Tenso
     options.log_severity_level = 4  # fatal only: onnxruntime also raises the errors that it logs
     path_or_content = str(file) if isinstance(file, Path) else file
     session = onnxruntime.InferenceSession(path_or_content, options, providers=["CPUExecutionProvider"])
-    names = [described.name for described in session.get_inputs()]
+    names = [spec.name for spec in session.get_inputs()]
     one_by_one = session.get_inputs()[0].shape[0] == 1
 
     def outputs_of_session(inputs: Tensors) -> Tensors:

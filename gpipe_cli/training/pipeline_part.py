@@ -47,7 +47,7 @@ class PipelinePart:
         return self.spec.partitions - 1 in self.stages
 
     @property
-    def uses_graphs(self) -> bool:
+    def uses_cuda_graphs(self) -> bool:
         return any(stage.graphs is not None for stage in self.stages.values())
 
     @property
@@ -92,7 +92,7 @@ class PipelinePart:
         if self.replicas is not None:
             self.replicas.finish()
         self.tied.add_up()
-        if self.uses_graphs:
+        if self.uses_cuda_graphs:
             for stage in self.stages.values():
                 _remove_negative_zeros(gradients_of(stage.module.parameters()))
         for k in adding:
@@ -116,7 +116,7 @@ def build_part(
     """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those of
     other processes, and of other replicas."""
     layout = spec.layout
-    number = process % layout.of_pipeline
+    rank_in_pipeline = process % layout.of_pipeline
     device = torch.device(layout.device_of(process))
     memory_format = MEMORY_FORMATS[spec.memory_format]
     boundaries = Boundaries(spec.training_boundaries, spec.evaluation_boundaries, memory_format, spec.layer_names)
@@ -124,12 +124,12 @@ def build_part(
     if groups is None or not layout.distributed:
         transport = LocalTransport([*map(torch.device, layout.devices)], boundaries)
     else:
-        transport = P2PTransport(number, layout.process_of_stage, groups.links, boundaries, device)
+        transport = P2PTransport(rank_in_pipeline, layout.process_of_stage, groups.links, boundaries, device)
     replicas = None
     if groups is not None and groups.replicas:
         replicas = Replicas(groups.replicas, layout.replicas, groups.links.waits)
         replicas.connect(groups.links.connect_seconds)
-    tied = TiedWeights(spec.ties, spec.stages_of_ties, stages, number, layout.process_of_stage)
+    tied = TiedWeights(spec.ties, spec.stages_of_ties, stages, rank_in_pipeline, layout.process_of_stage)
     if groups is not None and groups.tied:
         tied = replace(tied, groups=groups.tied, links=groups.links)
         tied.connect(device, groups.links.connect_seconds)

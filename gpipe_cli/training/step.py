@@ -22,7 +22,7 @@ import torch
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS
 from gpipe_cli.assembly.loss import NO_TOTALS, CrossEntropy, Totals
-from gpipe_cli.assembly.optimizer import clip, norms_of, set_learning_rate
+from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, set_learning_rate
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.images import normalize
@@ -36,7 +36,7 @@ from gpipe_cli.schedule.named_schedules import forward_only
 from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.system.accelerator import to_device, to_host, using_device
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
-from gpipe_cli.training.data_feed import MiniBatch, Reading
+from gpipe_cli.training.data_feed import MiniBatch, SplitReader
 from gpipe_cli.training.engine import Engine
 
 
@@ -51,7 +51,7 @@ class StageMetrics:
 
 
 @dataclass(frozen=True)
-class StepNumbers:
+class PendingMetrics:
     """What this process knows of a step that it has launched. Calling `totals` or `read_norms` waits for the device."""
 
     recording: Recording
@@ -71,34 +71,34 @@ class StepMetrics:
     seconds: list[list[float]]  # `Recording.seconds` of each stage of the first replica, on the clock of process 0
 
 
-def rehearse(engine: Engine, mini_batch: MiniBatch, schedule: Schedule) -> None:
+def run_one_micro_batch(engine: Engine, mini_batch: MiniBatch, schedule: Schedule) -> None:
     """Run a mini-batch's first micro-batch alone, by `schedule`; gradients and statistics are then as after a step,
     weights as before. The mini-batch must be the next to be loaded, and stays so.
 
     Raises as the executor does.
     """
-    if not mini_batch.share.sizes:  # fewer samples than replicas: this replica has none
+    if not mini_batch.shard.sizes:  # fewer samples than replicas: this replica has none
         return
-    samples = mini_batch.share.sizes[0]
+    samples = mini_batch.shard.sizes[0]
     inputs = None
     targets = mini_batch.targets() if engine.has_last else None
-    if (loaded := mini_batch.reading.loaded) is not None:
+    if (prefetched := mini_batch.reader.prefetched) is not None:
         with engine.control.waits(Awaited.DATA):
-            whole = loaded.peek()
-        inputs = placed(engine.config, engine.spec, tuple(tensor[:samples] for tensor in whole))
+            whole = prefetched.peek()
+        inputs = to_first_device(engine.config, engine.spec, tuple(tensor[:samples] for tensor in whole))
     if targets is not None:
         targets = targets[0][:samples], 0
-    objective = objective_of(engine.config, targets, (samples,), engine.config.label_smoothing, engine.last_device)
+    objective = build_loss(engine.config, targets, (samples,), engine.config.label_smoothing, engine.last_device)
     engine.executor.run(schedule, 0, (samples,), inputs, objective, mini_batch.lengths)
 
 
 def compute_gradients(
-    engine: Engine, mini_batch: MiniBatch, step: int, begun_bytes: int | None = None, *, counts: bool = False
-) -> StepNumbers:
+    engine: Engine, mini_batch: MiniBatch, step: int, bytes_at_start: int | None = None, *, counts: bool = False
+) -> PendingMetrics:
     """Run a mini-batch forward and backward through the pipeline; gradients are summed over replicas, and those of
     tied weights over their uses.
 
-    `counts`: saved activations are counted, too; with `begun_bytes`, the memory that this process had when it began,
+    `counts`: saved activations are counted, too; with `bytes_at_start`, the memory that this process had when it began,
     that of libraries.
     """
     for stage in engine.stages.values():
@@ -112,28 +112,28 @@ def compute_gradients(
     for k, stage in engine.stages.items():
         device = torch.device(engine.spec.layout.devices[k])
         saved = stage.counter.peak_bytes if counts else 0
-        libraries = 0 if begun_bytes is None else library_bytes(device, begun_bytes)
+        libraries = 0 if bytes_at_start is None else library_bytes(device, bytes_at_start)
         stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, recording.without_core(k))
-    norms = norms_of(engine.counted())
-    totals = None if objective is None else objective.begin_totals()
-    owned = [parameter for k in engine.stages for parameter in engine.owned(k).values()]
-    have = [number for number, parameter in enumerate(owned) if parameter.grad is not None]
-    padded = partial(_padded, to_host(norms), have, engine.spec.max_parameter_tensors)
-    return StepNumbers(recording, stages, totals, norms, padded)
+    norms = gradient_norms(engine.gradients_in_norm())
+    totals = None if objective is None else objective.totals_async()
+    owned_parameters = [parameter for k in engine.stages for parameter in engine.owned_parameters(k).values()]
+    have = [index for index, parameter in enumerate(owned_parameters) if parameter.grad is not None]
+    padded = partial(_pad_norms, to_host(norms), have, engine.spec.max_parameter_tensors)
+    return PendingMetrics(recording, stages, totals, norms, padded)
 
 
-def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
+def update_weights(engine: Engine, pending: PendingMetrics, rate: float) -> None:
     """Clip the gradients by their global norm if `gradient_clipping` is set, step every stage's optimizer with learning
-    rate `rate`, drop the gradients, and update the moving averages. `numbers` has the norms of the gradients."""
+    rate `rate`, drop the gradients, and update the moving averages. `pending` has the norms of the gradients."""
     control, largest = engine.control, engine.config.gradient_clipping
     if largest:
-        norms = numbers.norms
+        norms = pending.norms
         if control.size > 1:
             with control.waits(Awaited.PROCESS):  # see `gather_metrics`
-                padded = numbers.read_norms()
+                padded = pending.read_norms()
             gathered = control.gather(padded)()[: engine.spec.layout.of_pipeline]
-            norms = _without_padding(gathered).to(norms.device)
-        clip(engine.gradients(), norms, largest)
+            norms = _drop_padding(gathered).to(norms.device)
+        clip_gradients(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
         clock = engine.executor.recorder.clocks[k]
         begun = clock.now()
@@ -144,10 +144,10 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
                 optimizer.zero_grad(set_to_none=True)
             if k in engine.averages:
                 engine.averages[k].update(engine.stages[k].statistics.newest)
-        numbers.recording.update(k, begun, clock.now())
+        pending.recording.update(k, begun, clock.now())
 
 
-def evaluate(engine: Engine, test: Reading) -> Totals:
+def evaluate(engine: Engine, test: SplitReader) -> Totals:
     """Sums over the test set, the same in all processes, by forwards in the executor; loss is plain cross entropy."""
     total = NO_TOTALS
     schedule_of = partial(forward_only, engine.spec.partitions)
@@ -155,14 +155,14 @@ def evaluate(engine: Engine, test: Reading) -> Totals:
     for position in range(test.batches.steps_per_epoch):
         _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
-            launched.append(objective.begin_totals())
+            launched.append(objective.totals_async())
     with engine.control.waits(Awaited.PROCESS):  # see `gather_metrics`
         for totals in launched:
             total += totals()
     return _sum(engine.control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
 
 
-def objective_of(
+def build_loss(
     config: TrainConfig,
     targets: tuple[torch.Tensor, int] | None,
     sizes: Sequence[int],
@@ -172,9 +172,9 @@ def objective_of(
     """The loss that the last stage, on `device`, minimises. `targets` are from `MiniBatch.targets`; None gives None."""
     if targets is None:
         return None
-    share_targets, elements = targets
+    shard_targets, elements = targets
     return CrossEntropy(
-        share_targets,
+        shard_targets,
         sizes,
         elements=elements,
         label_smoothing=label_smoothing,
@@ -183,16 +183,16 @@ def objective_of(
     )
 
 
-def placed(config: TrainConfig, spec: PipelineSpec, inputs: Tensors | None) -> Tensors | None:
+def to_first_device(config: TrainConfig, spec: PipelineSpec, inputs: Tensors | None) -> Tensors | None:
     """Inputs from the host, copied to the device of the first stage; images normalized, in its memory format."""
     if inputs is None:
         return None
     device, memory_format = torch.device(spec.layout.devices[0]), MEMORY_FORMATS[spec.memory_format]
     on_device = tuple(in_layout(to_device(tensor, device), memory_format) for tensor in inputs)
-    return tuple(in_layout(tensor, memory_format) for tensor in normalized(config, on_device))
+    return tuple(in_layout(tensor, memory_format) for tensor in normalize_inputs(config, on_device))
 
 
-def normalized(config: TrainConfig, inputs: Tensors) -> Tensors:
+def normalize_inputs(config: TrainConfig, inputs: Tensors) -> Tensors:
     """The inputs as the first layer takes them: images that are uint8, as they are loaded, become float32."""
     dataset = config.dataset
     if not isinstance(dataset, ImagesConfig):
@@ -210,22 +210,22 @@ def _run(
 ) -> tuple[Recording, CrossEntropy | None]:
     """Run this pipeline's share of a mini-batch, by the schedule for its number of micro-batches. The objective is None
     without the last stage. With `replicas`, the sums of gradients are still in flight when this returns."""
-    share = mini_batch.share
+    shard = mini_batch.shard
     inputs = None
     targets = mini_batch.targets() if engine.has_last else None
-    objective = objective_of(engine.config, targets, share.sizes, label_smoothing, engine.last_device)
-    if share.sizes:
+    objective = build_loss(engine.config, targets, shard.sizes, label_smoothing, engine.last_device)
+    if shard.sizes:
         with engine.control.waits(Awaited.DATA):
             inputs = mini_batch.inputs()
-    inputs = placed(engine.config, engine.spec, inputs)
+    inputs = to_first_device(engine.config, engine.spec, inputs)
     recording = engine.executor.run(
-        schedule_of(len(share.sizes)), step, share.sizes, inputs, objective, mini_batch.lengths,
-        first_micro_batch=share.first_micro_batch, replicas=replicas,
+        schedule_of(len(shard.sizes)), step, shard.sizes, inputs, objective, mini_batch.lengths,
+        first_micro_batch=shard.first_micro_batch, replicas=replicas,
     )  # fmt: skip
     return recording, objective
 
 
-def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMetrics]:
+def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], StepMetrics]:
     """Begin to gather the metrics of a step from all processes; the function returned waits for them. Recordings are
     converted to the clock of process 0."""
     spec, control = engine.spec, engine.control
@@ -238,17 +238,17 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
 
     vector = torch.zeros(sum(sizes) + max_stages * room(engine.config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
-    for k, stage_metrics in numbers.stages.items():
+    for k, stage_metrics in pending.stages.items():
         to_stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
     with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
-        if numbers.totals is not None:
-            to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
-        to_norms.copy_(numbers.read_norms())
-        seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
+        if pending.totals is not None:
+            to_sums.copy_(torch.tensor(astuple(pending.totals()), dtype=torch.float64))
+        to_norms.copy_(pending.read_norms())
+        seconds = [value for _, values in sorted(pending.recording.seconds().items()) for value in values]
     if spec.layout.replica_of(control.rank) == 0:  # the timeline shows replica 0 only
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
-    schedule = numbers.recording.schedule
+    schedule = pending.recording.schedule
 
     @cache
     def metrics() -> StepMetrics:
@@ -260,7 +260,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
                 recorded[stage] = list(islice(of_process, MARKS * len(schedule.stages[stage]) + ENDS))
         _check_gradients_agree(engine, all_norms)
         largest = torch.stack(all_stages).amax(dim=0).tolist()  # over processes, and so over replicas
-        norm = float(global_norm(_without_padding(all_norms[: spec.layout.of_pipeline])))
+        norm = float(global_norm(_drop_padding(all_norms[: spec.layout.of_pipeline])))
         stages = tuple(StageMetrics(*values) for values in largest)
         return StepMetrics(_sum(all_sums), norm, stages, recorded)
 
@@ -294,14 +294,14 @@ def _check_gradients_agree(engine: Engine, norms: Sequence[torch.Tensor]) -> Non
         )
 
 
-def _padded(norms: Callable[[], torch.Tensor], have: Sequence[int], length: int) -> torch.Tensor:
+def _pad_norms(norms: Callable[[], torch.Tensor], have: Sequence[int], length: int) -> torch.Tensor:
     """Norms on the host, at the places of the parameters that `have` gradients; -1 elsewhere."""
     padded = torch.full((length,), -1.0, dtype=torch.float64)
     padded[torch.tensor(have, dtype=torch.long)] = norms()
     return padded
 
 
-def _without_padding(padded: Sequence[torch.Tensor]) -> torch.Tensor:
+def _drop_padding(padded: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norms of all processes, in global order, without their padding."""
     together = torch.cat(list(padded))
     return together[together != -1]

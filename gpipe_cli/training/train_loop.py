@@ -32,22 +32,22 @@ from gpipe_cli.system.accelerator import device_name
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.background_writer import CheckpointWriter
-from gpipe_cli.training.checkpoint.files import Progress, adopt, checkpoint_of, remove_drafts
+from gpipe_cli.training.checkpoint.files import Progress, checkpoint_path, clean_staging, link_checkpoint_into
 from gpipe_cli.training.checkpoint.restore import restore
-from gpipe_cli.training.data_feed import Data, MiniBatch, Reading, check_last_mini_batch
+from gpipe_cli.training.data_feed import Data, MiniBatch, SplitReader, check_last_mini_batch
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.milestones import Milestones, check_finite, is_best, score_of, starting_point
+from gpipe_cli.training.milestones import Milestones, check_finite, initial_progress, is_best, score_of
 from gpipe_cli.training.step import (
+    PendingMetrics,
     StepMetrics,
-    StepNumbers,
     compute_gradients,
     evaluate,
     gather_metrics,
-    rehearse,
+    run_one_micro_batch,
     update_weights,
 )
-from gpipe_cli.training.translation import WATCHED, score_translations, translate
+from gpipe_cli.training.translation import PREVIEW_DECODING, score_translations, translate
 
 
 def train(
@@ -69,15 +69,15 @@ def train(
     config = replace(config, resume=decision.resume)
 
     # --- 1. Find the starting point; open the data, start its loaders --------------------------------------------
-    begun_bytes = own_bytes()
-    start = starting_point(config, source)
+    bytes_at_start = own_bytes()
+    start = initial_progress(config, source)
     data = Data(config, spec, process.number, start, source, only_steps=only_steps)
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
     _check_same_cuts(control, spec)
-    readings = data.readings(control)
-    training = readings.training
+    readers = data.readers(control)
+    training = readers.training
     check_last_mini_batch(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
@@ -90,22 +90,22 @@ def train(
     progress = replace(start, steps_per_epoch=training.batches.steps_per_epoch)
     milestones.check_not_finished(progress.step)
     compiled = _compile(engine, training.batches) if config.compile else None
-    foreign = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
-    if config.check_layers and not only_steps and foreign:
+    user_supplied = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
+    if config.check_layers and not only_steps and user_supplied:
         notes = (*notes, _check_layers(engine, training, progress))
-    recorded = _record_graphs(engine, training, progress) if engine.uses_graphs else None
+    captured = _capture_graphs(engine, training, progress) if engine.uses_cuda_graphs else None
 
     # --- 4. Write the first files into the run folder; the parent shows the banner -------------------------------
     if control.is_rank_zero:
-        remove_drafts(folder)
+        clean_staging(folder)
         data.save_vocabulary(folder)  # first: a folder with a checkpoint can be resumed
         if resume_from is not None:
-            adopt(resume_from, folder)
-        process.report(_ready(engine, data.facts(), notes, progress, compiled, recorded))
+            link_checkpoint_into(resume_from, folder)
+        process.report(_ready_message(engine, data.facts(), notes, progress, compiled, captured))
     checkpoints = CheckpointWriter(engine, folder, config_yaml, data.classes, process, start)
-    process.before_failing.append(checkpoints.settle)
+    process.on_failure.append(checkpoints.drain)
     training.watch(control)
-    Training(engine, process, readings, milestones, checkpoints, progress, begun_bytes).run()
+    Training(engine, process, readers, milestones, checkpoints, progress, bytes_at_start).run()
 
 
 @dataclass
@@ -114,22 +114,24 @@ class Training:
 
     engine: Engine
     process: WorkerProcess
-    readings: Splits[Reading]  # the data as this process reads it
+    readers: Splits[SplitReader]  # the data as this process reads it
     milestones: Milestones
     checkpoints: CheckpointWriter
     progress: Progress
-    begun_bytes: int  # this process's memory when `train` began
+    bytes_at_start: int  # this process's memory when `train` began
 
     def __post_init__(self) -> None:
         self._first_step = self.progress.step
-        self._counted = False  # whether activations were counted
-        self._launched: _LaunchedStep | None = None  # the step that is launched but not reported yet
-        self._freed = self._ended = -math.inf  # end of the last reported step: on stage 0, on all stages
+        self._activations_counted = False  # whether activations were counted
+        self._pending_step: _PendingStep | None = None  # the step that is launched but not reported yet
+        self._first_stage_free_at = (
+            self._step_end_at
+        ) = -math.inf  # end of the last reported step: on stage 0, on all stages
 
     def run(self) -> None:
         """Run all steps, with the evaluations and checkpoints that are due after them."""
         begun = self.progress
-        for epoch, position in self.readings.training.batches.stream(
+        for epoch, position in self.readers.training.batches.stream(
             begun.epoch, begun.position, self.engine.config.epochs
         ):
             self._step(epoch, position)
@@ -141,7 +143,7 @@ class Training:
             ends = step == self.milestones.end_step
             reason = self.engine.control.stops()
             if tests or saves or reason or ends:
-                self._gather()()
+                self._gather_pending()()
             best = False
             if tests and reason < Stop.UNREADABLE:
                 best = self._evaluate()
@@ -158,46 +160,49 @@ class Training:
         """Train on a mini-batch, and report the previous step."""
         began = time.perf_counter()
         config, engine, step = self.engine.config, self.engine, self.progress.step
-        batches = self.readings.training.batches
+        batches = self.readers.training.batches
         total_steps = self.milestones.total_steps
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
         # Activations are counted in a single step, with a full mini-batch; not in the first step, in which memory that
         # grows with use has not grown yet.
         full = config.batch_size in (None, batches.size(epoch, position))
-        counts = full and not self._counted and step > self._first_step
-        self._counted = self._counted or counts
-        mini_batch = MiniBatch(self.readings.training, epoch, position)
+        counts = full and not self._activations_counted and step > self._first_step
+        self._activations_counted = self._activations_counted or counts
+        mini_batch = MiniBatch(self.readers.training, epoch, position)
         # the parent may hear of the first step only
-        begun_bytes = self.begun_bytes if counts or step == self._first_step else None
-        numbers = compute_gradients(engine, mini_batch, step, begun_bytes, counts=counts)
-        report_step_before = self._gather()
-        update_weights(engine, numbers, rate)
+        bytes_at_start = self.bytes_at_start if counts or step == self._first_step else None
+        pending = compute_gradients(engine, mini_batch, step, bytes_at_start, counts=counts)
+        report_step_before = self._gather_pending()
+        update_weights(engine, pending, rate)
         report_step_before()
         updates = next((average.updates for average in engine.averages.values()), 0)
         self.progress = replace(self.progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=updates)
-        self._launched = _LaunchedStep(numbers, self.progress, rate, began, counts)
+        self._pending_step = _PendingStep(pending, self.progress, rate, began, counts)
 
-    def _gather(self) -> Callable[[], None]:
+    def _gather_pending(self) -> Callable[[], None]:
         """Begin to gather the metrics of the launched step, if any. In process 0 the function returned waits for them,
         reports them, and raises DivergedError if the loss or the gradient norm is not finite."""
-        step, self._launched = self._launched, None
+        step, self._pending_step = self._pending_step, None
         if step is None:
             self.engine.control.gather(torch.zeros(0, dtype=torch.float64))  # only whether the run is to stop
             return lambda: None
-        metrics = gather_metrics(self.engine, step.numbers)
+        metrics = gather_metrics(self.engine, step.pending)
         return lambda: self._report(step, metrics()) if self.engine.control.is_rank_zero else None
 
-    def _report(self, step: "_LaunchedStep", metrics: StepMetrics) -> None:
+    def _report(self, step: "_PendingStep", metrics: StepMetrics) -> None:
         config, progress = self.engine.config, step.progress
         check_finite(config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate)
         before = NO_TOTALS if progress.position == 1 else self.progress.epoch_totals
         self.progress = replace(self.progress, epoch_totals=before + metrics.totals)
         # a GPU begins a step when the previous step has ended, however early it was launched
-        began, begins = max(step.began, self._freed), max(step.began, self._ended)
-        self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
-        batches, of_epoch = self.readings.training.batches, self.progress.epoch_totals
-        self.process.report(_step_done(config, batches, step, metrics, of_epoch, self._ended - begins))
+        began, begins = max(step.began, self._first_stage_free_at), max(step.began, self._step_end_at)
+        self._first_stage_free_at, self._step_end_at = (
+            metrics.seconds[0][-1],
+            max(seconds[-1] for seconds in metrics.seconds),
+        )
+        batches, of_epoch = self.readers.training.batches, self.progress.epoch_totals
+        self.process.report(_step_message(config, batches, step, metrics, of_epoch, self._step_end_at - begins))
         self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
@@ -205,11 +210,13 @@ class Training:
         far, not if a sample could not be read."""
         progress = self.progress
         step, epoch = progress.step, progress.epoch + 1
-        score, evaluated = self._scores_of("test" if self.readings.validation is None else "validation", step, epoch)
+        score, evaluated = self._evaluate_split(
+            "test" if self.readers.validation is None else "validation", step, epoch
+        )
         if self.engine.control.stops() == Stop.UNREAD:
             return False
         best = is_best(score, progress)
-        tested = events.Tested(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
+        tested = events.EvalRecord(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
         self.progress = replace(progress, test=tested)
         if best:
             self.progress = replace(self.progress, best_score=score, best_step=step, best=tested)
@@ -217,14 +224,14 @@ class Training:
             self.process.report(replace(evaluated, is_best=best))
         return best
 
-    def _scores_of(self, split: SplitName, step: int, epoch: int) -> tuple[float, events.Evaluated]:
+    def _evaluate_split(self, split: SplitName, step: int, epoch: int) -> tuple[float, events.Evaluated]:
         """The score of a split, greater is better, and its message, with averaged weights if there are any."""
         config, engine, averaged = self.engine.config, self.engine, bool(self.engine.averages)
-        reading = dict(self.readings.each())[split]
-        with engine.evaluating(averages=averaged):
-            totals = evaluate(engine, reading)
-            examples = tuple(translate(engine, WATCHED, reading))
-        scores = scores_of(config, totals, averaged=averaged)
+        reader = dict(self.readers.each())[split]
+        with engine.evaluation_mode(averages=averaged):
+            totals = evaluate(engine, reader)
+            examples = tuple(translate(engine, PREVIEW_DECODING, reader))
+        scores = to_scores(config, totals, averaged=averaged)
         return score_of(totals, text=config.text), events.Evaluated(step, epoch, scores, split, False, examples)
 
     def _finish(self) -> None:
@@ -232,23 +239,23 @@ class Training:
         processes before this process disconnects."""
         ended = self.progress.step >= self.milestones.end_step
         self.checkpoints.close(self.progress.step)
-        self.readings.training.check_read(self.engine.control)  # its loader is that of the others, too
-        if ended and self.readings.validation is not None and not self.milestones.only_steps:
+        self.readers.training.check_read(self.engine.control)  # its loader is that of the others, too
+        if ended and self.readers.validation is not None and not self.milestones.only_steps:
             self._score_best()
         if not ended:
             self.process.report(events.TrainingStopped(self.progress.step))
-        self.readings.training.close()
+        self.readers.training.close()
         self.engine.finish()
 
     def _score_best(self) -> None:
-        """Evaluate the weights that the validation set has chosen on the test set. Raises DamagedError if their
-        checkpoint cannot be read."""
+        """Evaluate the weights that the validation set has chosen on the test set. Raises CorruptCheckpointError if
+        their checkpoint cannot be read."""
         step = self.progress.best_step or self.progress.step
         if step != self.progress.step:
-            restore(self.engine, checkpoint_of(self.checkpoints.folder, step), optimizer=False)
+            restore(self.engine, checkpoint_path(self.checkpoints.folder, step), optimizer=False)
         epoch = (step - 1) // self.progress.steps_per_epoch + 1
-        _, evaluated = self._scores_of("test", step, epoch)
-        self.readings.training.check_read(self.engine.control)
+        _, evaluated = self._evaluate_split("test", step, epoch)
+        self.readers.training.check_read(self.engine.control)
         if self.engine.control.is_rank_zero:
             self.process.report(evaluated)
 
@@ -259,7 +266,7 @@ def evaluate_checkpoint(
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
     data = Data(config, spec, process.number, None, checkpoint)
     control, groups = process.connect()
-    test = data.reading(control, "test")
+    test = data.reader(control, "test")
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if control.is_rank_zero else events.DataFacts()
@@ -271,14 +278,14 @@ def evaluate_checkpoint(
     report(events.EvaluationReady())
     averaged = bool(engine.averages)
     began = time.perf_counter()
-    with engine.evaluating(averages=averaged):
+    with engine.evaluation_mode(averages=averaged):
         totals = evaluate(engine, test)
         evaluated = time.perf_counter()
         rows = translate(engine, decode, test, lambda done, total: report(events.SentencesDecoded(done, total)))
         decoded = time.perf_counter()
     test.close()
-    scores = scores_of(config, totals, averaged=averaged)
-    samples = test.batches.catalogue.samples
+    scores = to_scores(config, totals, averaged=averaged)
+    samples = test.batches.split_index.samples
     decoding_seconds, seconds = decoded - evaluated, evaluated - began
     translation = score_translations(rows, of=samples, beam=decode.beam, seconds=decoding_seconds) if rows else None
     report(events.EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation, data.class_notes()))
@@ -286,20 +293,20 @@ def evaluate_checkpoint(
 
 
 @dataclass(frozen=True)
-class _LaunchedStep:
+class _PendingStep:
     """A step that a GPU may still be computing, and the progress after it."""
 
-    numbers: StepNumbers
+    pending: PendingMetrics
     progress: Progress
     rate: float
     began: float  # when its launch began, in seconds of the clock of the recordings
-    counted: bool  # whether saved activations were counted in it
+    activations_counted: bool  # whether saved activations were counted in it
 
 
-def _step_done(
+def _step_message(
     config: TrainConfig,
     batches: MiniBatches,
-    step: _LaunchedStep,
+    step: _PendingStep,
     metrics: StepMetrics,
     of_epoch: Totals,
     seconds: float,
@@ -329,12 +336,14 @@ def _step_done(
         gradient_norm=metrics.gradient_norm,
         memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),
         without_core=tuple(stage.without_core for stage in metrics.stages),
-        activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages) if step.counted else None,
+        activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages)
+        if step.activations_counted
+        else None,
         library_bytes=library_bytes if any(library_bytes) else None,
     )
 
 
-def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.Scores:
+def to_scores(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.Scores:
     """The scores of a pass over the test set; `averaged`: whether it used the moving averages of the weights."""
     text = config.text
     loss, _, top1, top5 = totals.means
@@ -353,20 +362,20 @@ def _check_same_cuts(control: ControlGroup, spec: PipelineSpec) -> None:
         )
 
 
-def _ready(
+def _ready_message(
     engine: Engine,
     facts: events.DataFacts,
     notes: events.Notes,
     progress: Progress,
     compiled: events.LayersCompiled | None,
-    recorded: events.GraphsRecorded | None,
+    captured: events.GraphsCaptured | None,
 ) -> events.TrainingReady:
     """The message from which the parent shows the banner."""
     # GPU names are looked up here and not in the parent, where that would open a CUDA context
     devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
     gpus = tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
     step, steps_per_epoch = progress.step, progress.steps_per_epoch
-    prepared = compiled, recorded
+    prepared = compiled, captured
     return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, *prepared, progress.test, progress.best)
 
 
@@ -374,7 +383,7 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     """Compile all layers for all sizes of micro-batches, in all processes at the same time. Raises InputError for a
     layer that cannot be compiled."""
     positions = range(batches.steps_per_epoch)
-    sizes = sorted({size for position in positions for size in batches.share(0, position).sizes})
+    sizes = sorted({size for position in positions for size in batches.shard(0, position).sizes})
     began = time.perf_counter()
     with engine.control.waits(Awaited.COMPILER):
         compiled = engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
@@ -389,7 +398,7 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     )
 
 
-def _record_graphs(engine: Engine, training: Reading, progress: Progress) -> events.GraphsRecorded:
+def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -> events.GraphsCaptured:
     """Record each stage's graphs for the first micro-batch of the next mini-batch, where they give the bits of the
     layers; gradients and buffers are then as before. Raises InputError if a stage has none, and graphs=true."""
     began = time.perf_counter()
@@ -403,9 +412,9 @@ def _record_graphs(engine: Engine, training: Reading, progress: Progress) -> eve
             # attributes stay: graphs may read tensors that a layer has made in its first call
             stack.enter_context(putting_back(engine.stages[k].module)).clear()
             stage_graphs.rehearsing = True
-        for share in (0.0, 1.0):  # graphs must not depend on the share of the training that is done
-            engine.set_progress(share)
-            rehearse(engine, MiniBatch(training, epoch, position), schedule)
+        for fraction in (0.0, 1.0):  # graphs must not depend on the share of the training that is done
+            engine.set_progress(fraction)
+            run_one_micro_batch(engine, MiniBatch(training, epoch, position), schedule)
     for stage_graphs in graphs.values():
         stage_graphs.rehearsing = False
     causes = {k: stage_graphs.cause for k, stage_graphs in graphs.items() if stage_graphs.cause}
@@ -414,10 +423,10 @@ def _record_graphs(engine: Engine, training: Reading, progress: Progress) -> eve
     lines = tuple(f"stage {k}: {cause}" for k, cause in sorted(all_causes.items()))
     if lines and engine.config.graphs is True:
         raise InvalidSettingError("graphs", True, f"{lines[0]}; use graphs=auto")
-    return events.GraphsRecorded(spec.partitions - len(lines), lines, max(seconds for _, seconds in parts))
+    return events.GraphsCaptured(spec.partitions - len(lines), lines, max(seconds for _, seconds in parts))
 
 
-def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tuple[str, str]:
+def _check_layers(engine: Engine, training: SplitReader, progress: Progress) -> tuple[str, str]:
     """Probe every layer on the first micro-batch of the next mini-batch; returns a line of the banner (label, fact).
 
     Raises InputError for a layer whose results or state would depend on whether it is recomputed.
@@ -426,7 +435,7 @@ def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tupl
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
     with probing(engine.stages.values(), engine.spec.layout.replicas) as objections:
         recomputing = build("gpipe", engine.spec.partitions, 1, "always")
-        rehearse(engine, MiniBatch(training, epoch, position), recomputing)
+        run_one_micro_batch(engine, MiniBatch(training, epoch, position), recomputing)
     for objection in chain.from_iterable(engine.control.collect(objections)):
         raise InputError(f"model={choice_of(engine.config.model)}: {objection}; check_layers=false trains it as it is")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

@@ -19,29 +19,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpipe_cli.assembly.build import greatest_lengths
+from gpipe_cli.assembly.build import max_lengths
 from gpipe_cli.config.settings import DecodeConfig
 from gpipe_cli.data.corpora import target_language
-from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.schedule.named_schedules import forward_only
-from gpipe_cli.training.data_feed import Reading
+from gpipe_cli.training.data_feed import SplitReader
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import PairScores, Translation, TranslationScores
 
 if TYPE_CHECKING:
     from sacrebleu.metrics import BLEU
 
-EXAMPLES = 20  # translations shown in a result
-WATCHED = DecodeConfig(1, 8, 0.0)  # eight sentences, greedily, at each evaluation of a training: for people to read
+MAX_EXAMPLES = 20  # translations shown in a result
+PREVIEW_DECODING = DecodeConfig(
+    1, 8, 0.0
+)  # eight sentences, greedily, at each evaluation of a training: for people to read
 
 
 @dataclass(frozen=True)
-class Search:
+class DecodingOptions:
     """How to decode: `beam` hypotheses of a sentence grow at a time (1: greedy); `batch_sentences` sentences share a
     mini-batch, which is cut into `micro_batches`.
 
@@ -67,30 +69,33 @@ class Hypothesis:
 
 
 class Beam:
-    """The search for the translation of a sentence, of at most `most` tokens, the end included.
+    """The search for the translation of a sentence, of at most `max_tokens` tokens, the end included.
 
     Candidates are ranked by log-probability; ties by hypothesis, then by token, the lower first. Candidates with the
     end token are finished if they are among the first `beam`; the first `beam` without it grow on. The search is over
-    once `beam` hypotheses are finished, once no growing hypothesis can beat the best finished, or after `most` tokens.
+    once `beam` hypotheses are finished, once no growing hypothesis can beat the best finished, or after `max_tokens`
+    tokens.
     """
 
-    def __init__(self, search: Search, most: int) -> None:
+    def __init__(self, options: DecodingOptions, max_tokens: int) -> None:
         self.growing = [Hypothesis((), 0.0)]  # all of the same length, the best first
-        self._search, self._most = search, most
-        self._length, self._ended = 0, 0
+        self._options, self._max_tokens = options, max_tokens
+        self._length, self._finished_count = 0, 0
         self._best: tuple[float, tuple[int, ...]] | None = None  # of the finished: score by length, tokens
 
     @property
-    def over(self) -> bool:
+    def is_final(self) -> bool:
         """Whether the translation is final."""
-        if not self.growing or self._ended >= self._search.beam or self._length == self._most:
+        if not self.growing or self._finished_count >= self._options.beam or self._length == self._max_tokens:
             return True
         if self._best is None:
             return False
         # A log-probability only falls, and its divisor only grows with the length, or only shrinks (negative penalty):
         # the greatest score within reach is that of ending at once or as late as possible.
-        ahead = self.growing[0].score
-        return self._best[0] >= max(self._by_length(ahead, self._length + 1), self._by_length(ahead, self._most))
+        best_score = self.growing[0].score
+        return self._best[0] >= max(
+            self._by_length(best_score, self._length + 1), self._by_length(best_score, self._max_tokens)
+        )
 
     def advance(self, candidates: Sequence[Sequence[tuple[float, float]]]) -> None:
         """Add a token. `candidates[h]` are the (token, log-probability) that may follow `growing[h]`: the end, and
@@ -106,10 +111,10 @@ class Beam:
         for place, (cost, rank, token) in enumerate(ranked):
             tokens = self.growing[rank].tokens
             if token != END:
-                if len(grown) < self._search.beam:
+                if len(grown) < self._options.beam:
                     grown.append(Hypothesis((*tokens, token), -cost))
-            elif place < self._search.beam:
-                self._ended += 1
+            elif place < self._options.beam:
+                self._finished_count += 1
                 score = self._by_length(-cost, self._length)
                 if self._best is None or score > self._best[0]:
                     self._best = score, tokens
@@ -123,7 +128,7 @@ class Beam:
         return list(self.growing[0].tokens) if self.growing else []
 
     def _by_length(self, score: float, length: int) -> float:
-        return score / ((5 + length) / 6) ** self._search.length_penalty
+        return score / ((5 + length) / 6) ** self._options.length_penalty
 
 
 class Candidates:
@@ -166,15 +171,15 @@ class Candidates:
 
 def decode(
     engine: Engine,
-    search: Search,
+    options: DecodingOptions,
     split: PairSplit | None,
     indices: Sequence[int],
     on_decoded: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
     """The translations of the pairs `indices`, in that order: tokens without begin and end, the same in every process.
 
-    Call it in every process of the run, inside `engine.evaluating`; `split` is needed with the first or the last stage.
-    `on_decoded` gets the number of sentences done so far. Raises as the executor does.
+    Call it in every process of the run, inside `engine.evaluation_mode`; `split` is needed with the first or the last
+    stage. `on_decoded` gets the number of sentences done so far. Raises as the executor does.
     """
     if not indices:
         return []
@@ -184,7 +189,7 @@ def decode(
         assert split is not None
         counts = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
     lengths, vocabulary = next(received for received in control.collect(counts) if received is not None)
-    wanted = min(search.beam, vocabulary)
+    wanted = min(options.beam, vocabulary)
     if engine.has_last:
         assert split is not None
         # UNKNOWN is never right: the vocabulary spells in bytes what it has no piece for
@@ -193,33 +198,33 @@ def decode(
     # sentences of similar lengths need little padding; the longest come first, so that memory runs out early or never
     order = sorted(range(len(indices)), key=lambda at: -lengths[at])
     translations: list[list[int]] = [[] for _ in indices]
-    for start in range(0, len(order), search.batch_sentences):
-        chosen = order[start : start + search.batch_sentences]
+    for start in range(0, len(order), options.batch_sentences):
+        chosen = order[start : start + options.batch_sentences]
         sources = None
         if engine.has_first:
             assert split is not None
             where = torch.tensor([indices[at] for at in chosen])
             sources = split.sources.padded(where, lengths[chosen[0]], PAD).to(engine.first_device)
-        beams = [Beam(search, min(search.limit, 2 * lengths[at] + 10)) for at in chosen]
-        while growing := [at for at, beam in enumerate(beams) if not beam.over]:
+        beams = [Beam(options, min(options.limit, 2 * lengths[at] + 10)) for at in chosen]
+        while growing := [at for at, beam in enumerate(beams) if not beam.is_final]:
             objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
             rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
             longest = lengths[chosen[growing[0]]]
             replica = engine.spec.layout.replica_of(control.rank)
-            share = share_of(len(rows), search.micro_batches, engine.spec.layout.replicas, replica)
-            share_rows = rows[share.samples]
+            shard = shard_of(len(rows), options.micro_batches, engine.spec.layout.replicas, replica)
+            shard_rows = rows[shard.samples]
             inputs = None
-            if sources is not None and share_rows:
-                where = torch.tensor([at for at, _ in share_rows], device=sources.device)
-                so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in share_rows], device=sources.device)
+            if sources is not None and shard_rows:
+                where = torch.tensor([at for at, _ in shard_rows], device=sources.device)
+                so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in shard_rows], device=sources.device)
                 inputs = sources[where, :longest].contiguous(), so_far
-            schedule = forward_only(engine.spec.partitions, len(share.sizes))
-            engine.executor.run(schedule, 0, share.sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
+            schedule = forward_only(engine.spec.partitions, len(shard.sizes))
+            engine.executor.run(schedule, 0, shard.sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
             shape = len(rows), 1 + wanted, 2
             table = torch.zeros(shape, dtype=torch.float64)
-            if objective is not None and share_rows:
+            if objective is not None and shard_rows:
                 with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while it waits for another process
-                    table[share.samples] = objective.table()
+                    table[shard.samples] = objective.table()
             # a single process has the candidates of a row, and all others have 0
             candidates = iter(torch.stack(control.gather(table.flatten())()).sum(dim=0).view(shape).tolist())
             for at in growing:
@@ -230,7 +235,7 @@ def decode(
     return translations
 
 
-def choose(samples: int, wanted: int) -> list[int]:
+def pick_evenly(samples: int, wanted: int) -> list[int]:
     """The indices of `wanted` of `samples` sentences, evenly spaced from the first; all, if there are no more.
 
     >>> choose(10, 4)
@@ -243,24 +248,24 @@ def choose(samples: int, wanted: int) -> list[int]:
 def translate(
     engine: Engine,
     settings: DecodeConfig,
-    test: Reading,
+    test: SplitReader,
     on_decoded: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Translation]:
     """Translate `settings.sentences` sentences of the test set (None: all). Returns [] in all processes but the first,
-    and where there is nothing to translate. Call it in every process, inside `engine.evaluating`; `on_decoded` gets the
-    number of sentences done and their total."""
+    and where there is nothing to translate. Call it in every process, inside `engine.evaluation_mode`; `on_decoded`
+    gets the number of sentences done and their total."""
     config = engine.config
     if config.task != "translation" or config.dataset.name == "synthetic_text":
         return []
-    samples, split = test.batches.catalogue.samples, test.split
-    length = greatest_lengths(config)[-1]
+    samples, split = test.batches.split_index.samples, test.split
+    length = max_lengths(config)[-1]
     assert split is None or isinstance(split, PairSplit)
     # a mini-batch has as many hypotheses as a mini-batch of the longest sentences has samples in training
     sentences = max(1, mini_batch_samples(config, (length,)) // settings.beam)
-    search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
-    indices = choose(samples, samples if settings.sentences is None else settings.sentences)
-    decoded = decode(engine, search, split, indices, lambda done: on_decoded(done, len(indices)))
-    return [] if split is None or not engine.control.is_rank_zero else shown(split, indices, decoded)
+    options = DecodingOptions(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
+    indices = pick_evenly(samples, samples if settings.sentences is None else settings.sentences)
+    decoded = decode(engine, options, split, indices, lambda done: on_decoded(done, len(indices)))
+    return [] if split is None or not engine.control.is_rank_zero else to_translations(split, indices, decoded)
 
 
 def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:
@@ -271,17 +276,17 @@ def score_translations(translations: Sequence[Translation], *, of: int, beam: in
     """
     from sacrebleu.metrics import BLEU, CHRF
 
-    bleus = {language: _bleu_of(language) for language in {target_language(row.pair) for row in translations}}
+    bleus = {language: _bleu_metric(language) for language in {target_language(row.pair) for row in translations}}
     whole, chrf = BLEU(tokenize="none", force=True), CHRF()
 
     def score(metric: BLEU | CHRF, texts: Sequence[str], references: Sequence[str]) -> float:
         return float(metric.corpus_score(texts, [references]).score)
 
-    def tokenized(texts: Sequence[str]) -> list[str]:
+    def tokenize(texts: Sequence[str]) -> list[str]:
         rows = zip(translations, texts, strict=True)
         return [bleus[target_language(row.pair)].tokenizer(text.rstrip()) for row, text in rows]
 
-    def of_pair(pair: str) -> PairScores:
+    def score_pair(pair: str) -> PairScores:
         rows = [row for row in translations if row.pair == pair]
         texts = [row.translation for row in rows], [row.reference for row in rows]
         bleu = bleus[target_language(pair)]
@@ -292,9 +297,9 @@ def score_translations(translations: Sequence[Translation], *, of: int, beam: in
     references = [row.reference for row in translations]
     tokenizers = sorted({bleu.tokenizer.signature() for bleu in bleus.values()})
     return TranslationScores(
-        bleu=score(whole, tokenized(written), tokenized(references)),
+        bleu=score(whole, tokenize(written), tokenize(references)),
         chrf=score(chrf, written, references),
-        bleu_copy=score(whole, tokenized(copied), tokenized(references)),
+        bleu_copy=score(whole, tokenize(copied), tokenize(references)),
         chrf_copy=score(chrf, copied, references),
         sentences=len(translations),
         of=of,
@@ -302,12 +307,12 @@ def score_translations(translations: Sequence[Translation], *, of: int, beam: in
         seconds=seconds,
         bleu_signature=str(whole.get_signature()).replace("tok:none", f"tok:{','.join(tokenizers)}"),
         chrf_signature=str(chrf.get_signature()),
-        examples=tuple(translations[at] for at in choose(len(translations), EXAMPLES)),
-        pairs=tuple(of_pair(pair) for pair in sorted({row.pair for row in translations})),
+        examples=tuple(translations[at] for at in pick_evenly(len(translations), MAX_EXAMPLES)),
+        pairs=tuple(score_pair(pair) for pair in sorted({row.pair for row in translations})),
     )
 
 
-def _bleu_of(language: str) -> "BLEU":
+def _bleu_metric(language: str) -> "BLEU":
     """BLEU with the tokenizer that sacreBLEU recommends for a language, such as `zh_Hant`; with characters in place of
     words for Japanese and Korean if MeCab, which finds their words, is not installed with its dictionary."""
     from sacrebleu.metrics import BLEU
@@ -318,7 +323,7 @@ def _bleu_of(language: str) -> "BLEU":
         return BLEU(tokenize="char", force=True)
 
 
-def shown(split: PairSplit, indices: Sequence[int], decoded: Sequence[Sequence[int]]) -> list[Translation]:
+def to_translations(split: PairSplit, indices: Sequence[int], decoded: Sequence[Sequence[int]]) -> list[Translation]:
     """The pairs `indices` as text, with their translations `decoded`, in order."""
     pairs = split.pairs
     rows = []

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, real_model
+from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, full_model_builder
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
@@ -44,13 +44,13 @@ from gpipe_cli.system.accelerator import is_accelerator, wait_for_device
 from gpipe_cli.system.process_memory import peak_memory_bytes
 from gpipe_cli.training.data_feed import Data, MiniBatch
 from gpipe_cli.training.engine import WorkerProcess, build_engine, build_layers
-from gpipe_cli.training.milestones import starting_point
+from gpipe_cli.training.milestones import initial_progress
 from gpipe_cli.training.step import (
-    StepNumbers,
+    PendingMetrics,
+    build_loss,
     compute_gradients,
     gather_metrics,
-    objective_of,
-    placed,
+    to_first_device,
     update_weights,
 )
 from gpipe_cli.verify.variants import first_mini_batch, layer_of, plain_model, run_plain, seeding_layers
@@ -96,12 +96,12 @@ def run(
     user can fix, and what the program raises.
     """
     device = torch.device(spec.layout.device_of(process.number))
-    begun_bytes = peak_memory_bytes(device)
-    data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), None)
+    bytes_at_start = peak_memory_bytes(device)
+    data = Data(replace(config, data_workers=0), spec, process.number, initial_progress(config, None), None)
     control, groups = process.connect()
-    begun_bytes = 0 if is_accelerator(device) else begun_bytes
-    reading = data.reading(control, "training")
-    samples = reading.batches.size(0, 0)
+    bytes_at_start = 0 if is_accelerator(device) else bytes_at_start
+    reader = data.reader(control, "training")
+    samples = reader.batches.size(0, 0)
     check_single_samples(config, samples)
     way: _Ours | _Torch | _Whole
     seconds = []
@@ -114,7 +114,7 @@ def run(
             way = _Whole(config, spec, process, chunked=program == "torchgpipe")
         for step in range(WARM_UP_STEPS + steps):
             begun = time.perf_counter()
-            way.backward(first_mini_batch(reading, config.micro_batches), first=step == 0)
+            way.backward(first_mini_batch(reader, config.micro_batches), first=step == 0)
             if step == 0:
                 gradients = ((name, parameter.grad) for name, parameter in way.parameters.items())
                 written = {name: gradient.cpu().contiguous() for name, gradient in gradients if gradient is not None}
@@ -130,7 +130,7 @@ def run(
                 cause = cause.__cause__
             process.report(Failed(process.number, shorten(with_type(cause), 200, placeholder=" ...")))
         raise
-    process.report(Ran(samples, tuple(seconds), peak_memory_bytes(device) - begun_bytes))
+    process.report(Ran(samples, tuple(seconds), peak_memory_bytes(device) - bytes_at_start))
     control.barrier()  # what the last step sent has arrived before a process ends
 
 
@@ -147,9 +147,11 @@ class _Ours:
     ) -> None:
         self._engine = build_engine(config, spec, control, groups, on_action=process.on_action)
         self._engine.set_progress(1.0)
-        self._numbers: StepNumbers | None = None
+        self._numbers: PendingMetrics | None = None
         # a tied weight, which several stages have, is the first stage's, which has the sum of its gradients
-        self.parameters = dict(chain.from_iterable(self._engine.owned(k).items() for k in self._engine.stages))
+        self.parameters = dict(
+            chain.from_iterable(self._engine.owned_parameters(k).items() for k in self._engine.stages)
+        )
 
     def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
         """Leave the gradients of a mini-batch in `.grad` of the parameters."""
@@ -169,7 +171,7 @@ class _Foreign:
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess) -> None:
         self.config, self.spec, self.process = config, spec, process
         self.device = torch.device(spec.layout.device_of(process.number))
-        model, whole = build_model(config, pretrained=True), real_model(config, pretrained=True)
+        model, whole = build_model(config, pretrained=True), full_model_builder(config, pretrained=True)
         ours = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
         theirs = plain_model(config, spec, ours.values())
         starts = spec.first_layers
@@ -226,7 +228,7 @@ class _Whole(_Foreign):
 
     def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
         whole = self._chunked or not first
-        sizes = mini_batch.share.sizes
+        sizes = mini_batch.shard.sizes
         sizes = (sum(sizes),) if whole else sizes
         if not whole and self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -282,10 +284,10 @@ class _Torch(_Foreign):
 
     def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
         self.mini_batch = mini_batch
-        inputs = placed(self.config, self.spec, mini_batch.inputs())
+        inputs = to_first_device(self.config, self.spec, mini_batch.inputs())
         targets = mini_batch.targets() if self.spec.partitions - 1 in self.stages else None
-        sizes = mini_batch.share.sizes
-        self._objective = objective_of(self.config, targets, sizes, self.config.label_smoothing, self.device)
+        sizes = mini_batch.shard.sizes
+        self._objective = build_loss(self.config, targets, sizes, self.config.label_smoothing, self.device)
         # torch splits all arguments: so every stage, and the loss, gets the number of its micro-batch
         numbers = torch.arange(self.config.micro_batches)
         of_loss = {} if self._objective is None else {"target": numbers}
@@ -309,7 +311,7 @@ class _Positional(nn.Module):
     def forward(self, *tensors: torch.Tensor, micro_batch: torch.Tensor) -> Any:
         mini_batch = self._way.mini_batch
         number = int(micro_batch)
-        self._way.began(self._stage, number, mini_batch, mini_batch.share.sizes[number])
+        self._way.began(self._stage, number, mini_batch, mini_batch.shard.sizes[number])
         inner, sent = self._memory_format, torch.contiguous_format
         if inner is not sent and self._stage > 0:
             tensors = tuple(_Converted.apply(tensor, inner, sent) for tensor in tensors)

@@ -23,7 +23,7 @@ from gpipe_cli.assembly.build import COMPUTED_IN, user_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.loading import LoadedBatches, coming
+from gpipe_cli.data.loading import PrefetchedBatches, batch_requests
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import with_type
@@ -39,11 +39,11 @@ from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.system.accelerator import generators
-from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
+from gpipe_cli.training.data_feed import Data, MiniBatch, SplitReader
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
-from gpipe_cli.training.milestones import starting_point
-from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, update_weights
+from gpipe_cli.training.milestones import initial_progress
+from gpipe_cli.training.step import build_loss, compute_gradients, gather_metrics, to_first_device, update_weights
 
 Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: the plain model
 REFERENCES = ("gpipe", "1f1b")  # schedules that sum gradients from the last micro-batch to the first, and vice versa
@@ -197,13 +197,13 @@ class _Checking:
         self._config, self._specs, self._process = config, specs, process
         self._folder, self._source = folder, source
         spec = specs[max(specs)]
-        data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), source)
+        data = Data(replace(config, data_workers=0), spec, process.number, initial_progress(config, None), source)
         self.control, self._groups = process.connect()
-        self._reading = data.reading(self.control, "training")
+        self._reader = data.reader(self.control, "training")
         self._classes = data.classes
         self._replica = spec.layout.replica_of(self.control.rank)
         self._layers = [name for names in spec.layer_names for name in names]
-        self._samples = self._reading.batches.size(0, 0)
+        self._samples = self._reader.batches.size(0, 0)
         self._current = What.OUTPUT, 0  # kind of results of the layers that run now, and their micro-batch
         if not any(folder.iterdir()):
             check_single_samples(config, self._samples)
@@ -285,7 +285,7 @@ class _Checking:
         model = plain_model(config, engine.spec, [engine.stages[0].module])
         digests: Digests = {}
         self._observe(model, digests)
-        mini_batch = first_mini_batch(self._reading, config.micro_batches)
+        mini_batch = first_mini_batch(self._reader, config.micro_batches)
 
         def begins(micro_batch: int) -> None:
             self._current = What.OUTPUT, micro_batch
@@ -294,7 +294,7 @@ class _Checking:
             return self._current[1]
 
         with seeding_layers(model, 0, config.seed, device, current), tracking_mini_batch(model, current):
-            loss = run_plain(model, engine.spec, config, mini_batch, mini_batch.share.sizes, begins)()
+            loss = run_plain(model, engine.spec, config, mini_batch, mini_batch.shard.sizes, begins)()
         parameters = dict(model.named_parameters())
         gradients = _gradients(parameters)
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
@@ -309,10 +309,10 @@ class _Checking:
             self._observe(module, digests)
         other_micro_batches = variant.executor == "in_process" and variant.micro_batches != self._config.micro_batches
         reasons = reasons_to_differ(modules[0], engine.first_device) if other_micro_batches else []
-        steps = self._reading.batches.steps_per_epoch
+        steps = self._reader.batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, steps, config.batch_size, config.epochs * steps)
-        numbers = compute_gradients(engine, first_mini_batch(self._reading, config.micro_batches), step=0)
-        parameters = dict(chain.from_iterable(engine.owned(k).items() for k in engine.stages))
+        numbers = compute_gradients(engine, first_mini_batch(self._reader, config.micro_batches), step=0)
+        parameters = dict(chain.from_iterable(engine.owned_parameters(k).items() for k in engine.stages))
         gradients = _gradients(parameters)
         update_weights(engine, numbers, rate)
         engine.executor.settle()
@@ -430,13 +430,15 @@ def plain_model(config: TrainConfig, spec: PipelineSpec, stages: Iterable[nn.Mod
     return model
 
 
-def first_mini_batch(reading: Reading, micro_batches: int) -> MiniBatch:
+def first_mini_batch(reader: SplitReader, micro_batches: int) -> MiniBatch:
     """The first mini-batch of a training, cut into `micro_batches`; its inputs are read anew."""
-    reading = replace(reading, batches=replace(reading.batches, micro_batches=micro_batches))
-    if reading.loaded is not None and reading.split is not None:
-        loaded = LoadedBatches({"training": reading.split}, coming("training", reading.batches, [(0, 0)]), workers=0)
-        reading = replace(reading, loaded=loaded)
-    return MiniBatch(reading, 0, 0)
+    reader = replace(reader, batches=replace(reader.batches, micro_batches=micro_batches))
+    if reader.prefetched is not None and reader.split is not None:
+        prefetched = PrefetchedBatches(
+            {"training": reader.split}, batch_requests("training", reader.batches, [(0, 0)]), workers=0
+        )
+        reader = replace(reader, prefetched=prefetched)
+    return MiniBatch(reader, 0, 0)
 
 
 def run_plain(
@@ -449,9 +451,9 @@ def run_plain(
 ) -> Callable[[], float]:
     """Run the forward and the backward of a mini-batch, in pieces of `sizes` samples, by calling `model`; `begins` is
     called with the number of each. Returns a function that gives the mean loss, and waits for the device."""
-    inputs, targets = placed(config, spec, mini_batch.inputs()), mini_batch.targets()
+    inputs, targets = to_first_device(config, spec, mini_batch.inputs()), mini_batch.targets()
     device = torch.device(spec.layout.devices[-1])
-    objective = objective_of(config, targets, sizes, config.label_smoothing, device)
+    objective = build_loss(config, targets, sizes, config.label_smoothing, device)
     assert inputs is not None
     assert targets is not None
     assert objective is not None

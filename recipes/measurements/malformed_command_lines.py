@@ -72,7 +72,7 @@ FILES |= {
     for name, changes in HF_CHANGES.items()
 } | {"hf/list/config.json": b"[]", "hf/cut/config.json": b"{", "hf/nothing/words.txt": b"no model\n",
      "skips.py": b"""from torch import nn
-from gpipe_cli.models.skips import Pop, Sequence, Stash
+from gpipe_cli.models.skips import Pop, SkipSequential, Stash
 
 def never(): return Sequence(nn.Flatten(), Stash("a"), nn.Linear(768, 4))
 def before(): return Sequence(nn.Flatten(), Pop("a"), nn.Linear(768, 4), Stash("a"))

@@ -30,7 +30,7 @@ from gpipe_cli.pipeline.runtime.boundary import same_bits
 from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reproduction.last_tensors import last_tensors
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.checkpoint.files import checkpoints_in
+from gpipe_cli.training.checkpoint.files import list_checkpoints
 
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
 CURVES = ("train/", "test/")
@@ -99,7 +99,7 @@ class Trial:
 
     def done(self) -> str:
         """The checkpoint from which the next command continues."""
-        found = checkpoints_in(self.folder)
+        found = list_checkpoints(self.folder)
         return f"step {int(found[-1].name.rpartition('_')[2])}" if found else NOTHING
 
 

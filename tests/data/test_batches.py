@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.data.batches import Catalogue, MiniBatches, language_quotas, temperature_draws
+from gpipe_cli.data.batches import MiniBatches, SplitIndex, draw_by_temperature, language_quotas
 
 
-def sentences(dimensions: int = 2) -> Catalogue:
+def sentences(dimensions: int = 2) -> SplitIndex:
     """500 of 1 to 30 tokens in five languages; one of these has about as many as all after it together."""
     generator = torch.Generator().manual_seed(500)
     lengths = torch.randint(1, 31, (500, dimensions), generator=generator, dtype=torch.int32)
     groups = (-torch.rand(500, generator=generator).log2()).to(torch.int32).clamp(max=4)
-    return Catalogue(500, lengths=lengths, groups=groups)
+    return SplitIndex(500, lengths=lengths, groups=groups)
 
 
-def batches_of(data: Catalogue | int, **settings: Any) -> MiniBatches:
+def batches_of(data: SplitIndex | int, **settings: Any) -> MiniBatches:
     """A number stands for so many images."""
-    catalogue = data if isinstance(data, Catalogue) else Catalogue(data)
-    return MiniBatches(catalogue, **{"batch_size": None, "seed": 0, "shuffle": True, **settings})
+    split_index = data if isinstance(data, SplitIndex) else SplitIndex(data)
+    return MiniBatches(split_index, **{"batch_size": None, "seed": 0, "shuffle": True, **settings})
 
 
 def epoch_of(batches: MiniBatches, epoch: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ def test_orders_are_pinned() -> None:
     """A resumed run of an older version must find the same orders, so a change of the mixing must be noticed."""
     assert batches_of(8, batch_size=8).indices(0, 0).tolist() == [2, 1, 0, 3, 7, 6, 5, 4]
     lengths = torch.tensor([[1], [2], [1], [2], [1], [2], [3]], dtype=torch.int32)
-    assert epoch_of(batches_of(Catalogue(7, lengths=lengths), batch_tokens=4), 1) == [[0, 4, 2], [5, 1], [3], [6]]
+    assert epoch_of(batches_of(SplitIndex(7, lengths=lengths), batch_tokens=4), 1) == [[0, 4, 2], [5, 1], [3], [6]]
 
 
 # --- all
@@ -50,9 +50,9 @@ def test_orders_are_pinned() -> None:
 
 @pytest.mark.parametrize(
     ("data", "settings"),
-    [(Catalogue(50), {"batch_size": 8}), (sentences(), {"batch_tokens": 90, "temperature": 5.0})],
+    [(SplitIndex(50), {"batch_size": 8}), (sentences(), {"batch_tokens": 90, "temperature": 5.0})],
 )
-def test_order_depends_on_seed_and_epoch_only(data: Catalogue, settings: dict[str, Any]) -> None:
+def test_order_depends_on_seed_and_epoch_only(data: SplitIndex, settings: dict[str, Any]) -> None:
     one, other = (batches_of(data, **settings, seed=1) for _ in range(2))
     state = torch.get_rng_state()
     forward = {epoch: epoch_of(one, epoch) for epoch in (0, 1, 2)}
@@ -77,13 +77,13 @@ def test_stream_from_anywhere_is_the_tail_of_the_whole() -> None:
 @pytest.mark.parametrize(
     ("data", "limit", "shuffle"),
     [
-        (Catalogue(10), {"batch_size": 5}, False),
-        (Catalogue(3), {"batch_size": 8}, True),
+        (SplitIndex(10), {"batch_size": 5}, False),
+        (SplitIndex(3), {"batch_size": 8}, True),
         (sentences(), {"batch_size": 7}, True),
         (sentences(dimensions=3), {"batch_tokens": 30}, False),
     ],
 )
-def test_every_sample_once_and_padded_to_the_longest(data: Catalogue, limit: dict[str, int], shuffle: bool) -> None:
+def test_every_sample_once_and_padded_to_the_longest(data: SplitIndex, limit: dict[str, int], shuffle: bool) -> None:
     batches = batches_of(data, **limit, shuffle=shuffle)
     parts = epoch_of(batches, 1)
     assert sorted(chain.from_iterable(parts)) == list(range(data.samples))
@@ -114,7 +114,7 @@ def test_the_token_budget_is_kept_and_used() -> None:
 def test_without_shuffling_sorted_by_length_and_always_the_same() -> None:
     assert epoch_of(batches_of(5, batch_size=3, shuffle=False), 1) == [[0, 1, 2], [3, 4]]  # images have no length
     lengths = torch.tensor([[5, 1], [2, 2], [1, 5], [2, 2], [1, 1]], dtype=torch.int32)
-    batches = batches_of(Catalogue(5, lengths=lengths), batch_size=2, shuffle=False)
+    batches = batches_of(SplitIndex(5, lengths=lengths), batch_size=2, shuffle=False)
     assert epoch_of(batches, 0) == epoch_of(batches, 3) == [[4, 1], [3, 2], [0]]
 
 
@@ -135,7 +135,7 @@ def test_no_sample_again_before_all_others() -> None:
     quotas = language_quotas(torch.bincount(groups).tolist(), 3.0)
     times = torch.zeros(80, dtype=torch.int64)
     for epoch in range(12):
-        times += torch.bincount(temperature_draws(groups, 3.0, 1, epoch), minlength=80)
+        times += torch.bincount(draw_by_temperature(groups, 3.0, 1, epoch), minlength=80)
         for group in (0, 1, 3, 4):
             drawn = times[groups == group]
             assert drawn.sum() == quotas[group] * (epoch + 1)
@@ -145,7 +145,7 @@ def test_no_sample_again_before_all_others() -> None:
 def test_draws_are_pinned() -> None:
     """A resumed run of an older version must find the same draws, so a change of the mixing must be noticed."""
     groups = torch.tensor([0] * 6 + [1] * 2)
-    assert temperature_draws(groups, 5.0, 0, 0).tolist() == [1, 3, 2, 4, 7, 6, 6, 7]
+    assert draw_by_temperature(groups, 5.0, 0, 0).tolist() == [1, 3, 2, 4, 7, 6, 6, 7]
 
 
 def test_temperature_draws_each_language_its_quota() -> None:
@@ -162,7 +162,7 @@ def test_every_epoch_has_as_many_steps_as_epoch_0() -> None:
     """A small language with long sentences: how many mini-batches the draws fill differs between epochs."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.cat([torch.full((80, 1), 3), torch.randint(1, 60, (9, 1), generator=generator)]).to(torch.int32)
-    data = Catalogue(89, lengths=lengths, groups=torch.tensor([0] * 80 + [1] * 9))
+    data = SplitIndex(89, lengths=lengths, groups=torch.tensor([0] * 80 + [1] * 9))
     needed = set()
     for seed in range(5):
         batches = batches_of(data, batch_tokens=60, seed=seed, temperature=5.0)

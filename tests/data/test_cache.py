@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.data.cache import cached
+from gpipe_cli.data.cache import read_or_make
 
 
 def refuse() -> bytes:
@@ -16,26 +16,26 @@ def refuse() -> bytes:
 
 def test_made_once_and_read_afterwards(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "cache"
-    assert cached(folder, "a", lambda: b"content") == b"content"
-    assert cached(folder, "a", refuse) == b"content"
+    assert read_or_make(folder, "a", lambda: b"content") == b"content"
+    assert read_or_make(folder, "a", refuse) == b"content"
     with pytest.raises(AssertionError):
-        cached(folder, "b", refuse)  # failing to make it leaves nothing
-    assert cached(folder, "b", lambda: b"") == cached(folder, "b", refuse) == b""
+        read_or_make(folder, "b", refuse)  # failing to make it leaves nothing
+    assert read_or_make(folder, "b", lambda: b"") == read_or_make(folder, "b", refuse) == b""
     assert sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock")) == ["a", "b"]
 
 
 def test_a_file_of_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> None:
     (tmp_path / ".a.lock").write_text("mine")
-    cached(tmp_path, "a", lambda: b"content")
+    read_or_make(tmp_path, "a", lambda: b"content")
     assert (tmp_path / ".a.lock").read_text() == "mine"
 
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
-    cached(tmp_path, "a", lambda: b"0123456789" * 10)
+    read_or_make(tmp_path, "a", lambda: b"0123456789" * 10)
     stored = (tmp_path / "a").read_bytes()
     for damaged in (stored[:-7], stored[:40] + b"x" + stored[41:], b""):
         (tmp_path / "a").write_bytes(damaged)
-        assert cached(tmp_path, "a", lambda: b"new") == cached(tmp_path, "a", refuse) == b"new"
+        assert read_or_make(tmp_path, "a", lambda: b"new") == read_or_make(tmp_path, "a", refuse) == b"new"
 
 
 def test_several_processes_make_it_once(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_several_processes_make_it_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     found = context.SimpleQueue()
     for _ in range(4):
-        context.Process(target=lambda: found.put(cached(tmp_path, "a", make))).start()
+        context.Process(target=lambda: found.put(read_or_make(tmp_path, "a", make))).start()
     assert len({found.get() for _ in range(4)}) == 1
     for process in multiprocessing.active_children():
         process.join()

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.data.images import ImageSplit, build_transform, cutout, normalize
-from gpipe_cli.data.readers import Files, read_cifar
+from gpipe_cli.data.readers import ImageFiles, read_cifar
 from gpipe_cli.errors import InputError
 
 Splits = tuple[ImageSplit, ImageSplit]
@@ -102,7 +102,7 @@ def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
     assert set(train.samples.targets.tolist()) == set(range(7))
     # Uniform bytes: mean 0 and deviation 1/sqrt(3) after scaling.
     values = torch.stack([train[0, index] for index in range(50)]) / 127.5 - 1
-    assert (values.shape, test.catalogue.samples) == ((50, 3, 13, 13), 9)
+    assert (values.shape, test.split_index.samples) == ((50, 3, 13, 13), 9)
     assert [float(values.mean()), float(values.std())] == pytest.approx([0, 3**-0.5], abs=0.02)
 
 
@@ -152,7 +152,7 @@ def test_folders_are_classes(tmp_path: Path, test_name: str) -> None:
 def test_every_colour_mode_becomes_three_channels(tmp_path: Path, mode: str, suffix: str) -> None:
     file = tmp_path / f"t.{suffix}"
     write_image(file, mode=mode)
-    assert Files((str(file),))[0].shape == (3, 16, 20)
+    assert ImageFiles((str(file),))[0].shape == (3, 16, 20)
 
 
 def test_a_picture_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_picture_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(program))
     Image.new("RGB", (20, 16)).save(file, format="EPS")
     with pytest.raises(InputError, match=r"t\.jpg': cannot be read"):
-        Files((str(file),))[0]
+        ImageFiles((str(file),))[0]
     assert not (tmp_path / "started").exists()
 
 
@@ -191,8 +191,8 @@ def test_pixels_keep_their_values(tmp_path: Path) -> None:
         ("turned.png", np.rot90(grey, -1)),
         ("strange.png", grey),
     ):
-        assert np.array_equal(Files((str(tmp_path / name),))[0][1], wanted), name
-    words = Files(tuple(str(path) for path in sorted(tmp_path.iterdir()))).described()
+        assert np.array_equal(ImageFiles((str(tmp_path / name),))[0][1], wanted), name
+    words = ImageFiles(tuple(str(path) for path in sorted(tmp_path.iterdir()))).describe()
     assert words.startswith("5 files: ")
     assert {"16-bit grey (scaled to 8) 2", "8-bit grey 2", "8-bit RGB drawn on white 1; 1 turned by their tag"} == {
         *words.removeprefix("5 files: ").split(", ")
@@ -200,7 +200,7 @@ def test_pixels_keep_their_values(tmp_path: Path) -> None:
     for kind in (np.int32, np.float32):
         Image.fromarray(grey.astype(kind)).save(tmp_path / "wide.tif")
         with pytest.raises(InputError, match=r"wide\.tif': has 32-bit numbers.*; save it with 8 bits$"):
-            Files((str(tmp_path / "wide.tif"),))[0]
+            ImageFiles((str(tmp_path / "wide.tif"),))[0]
 
 
 def test_folders_that_are_not_data(tmp_path: Path) -> None:

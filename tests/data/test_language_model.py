@@ -13,7 +13,7 @@ from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.corpora import read_python_docs, read_text_files
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.text import SyntheticText, TextSplit, open_documents, open_text, unigram_perplexity
-from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary
+from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, SentencePieceTokenizer
 from gpipe_cli.errors import InputError
 
 # --- documents
@@ -84,8 +84,8 @@ def opened(folder: Path, train: list[str], test: list[str], length: int) -> tupl
 @pytest.mark.parametrize("length", [1, 3, 50])
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length: int) -> None:
     stream = torch.arange(100, 111, dtype=torch.int32)  # 10 tokens to predict
-    split = TextSplit(stream, length, Vocabulary(b""))
-    samples = split.catalogue.samples
+    split = TextSplit(stream, length, SentencePieceTokenizer(b""))
+    samples = split.split_index.samples
     assert samples == -(-10 // length)
     indices = torch.arange(samples).flip(0)  # in any order
     (inputs,) = split.inputs(7, indices.tolist(), (length,))
@@ -96,7 +96,7 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length:
     assert targets[real].tolist() == list(range(101, 111))
     assert torch.equal(inputs[real], targets[real] - 1)
     assert (inputs[~real] == PAD).all()
-    assert torch.equal(split.predicted(), targets[real])
+    assert torch.equal(split.predicted_tokens(), targets[real])
 
 
 def test_documents_end_with_the_end_token_and_come_back(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^model\.length=100: the test text has only \d+ tokens[^\n]*$") as error:
         opened(tmp_path, DOCUMENTS, ["north sea"], length=100)
     most = int(str(error.value).partition("use model.length=")[2].split()[0])
-    assert opened(tmp_path, DOCUMENTS, ["north sea"], length=most)[1].catalogue.samples == 1
+    assert opened(tmp_path, DOCUMENTS, ["north sea"], length=most)[1].split_index.samples == 1
 
 
 def test_unigram_perplexity_in_closed_form() -> None:
@@ -140,7 +140,7 @@ def make(seed: int = 0, *, pairs: bool = False) -> tuple[SyntheticText, Syntheti
 @pytest.mark.parametrize("pairs", [False, True])
 def test_targets_are_the_next_tokens(pairs: bool) -> None:
     train, test = make(pairs=pairs)
-    assert (train.catalogue.samples, test.catalogue.samples) == (40, 3)
+    assert (train.split_index.samples, test.split_index.samples) == (40, 3)
     *sources, inputs = train.inputs(0, range(40), (16, 16))
     targets = train.targets_of(0, torch.arange(40), (16, 16))
     assert inputs.shape == targets.shape == (40, 16)

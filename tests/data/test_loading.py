@@ -18,7 +18,7 @@ from training_runs import SMALL, assert_same_tensors, configure, final_tensors, 
 from gpipe_cli.assembly.build import open_data
 from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.data.images import ImageSplit
-from gpipe_cli.data.loading import LoadedBatches, UnreadableError, coming
+from gpipe_cli.data.loading import PrefetchedBatches, UnreadableError, batch_requests
 from gpipe_cli.data.text import SyntheticText
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.layout import layout_of
@@ -42,10 +42,10 @@ def train(tmp_path: Path) -> ImageSplit:
 
 def loaded(
     train: Split, mini_batches: MiniBatches, epoch: int, position: int, epochs: int, *, workers: int
-) -> LoadedBatches:
+) -> PrefetchedBatches:
     """All mini-batches of a training from there on."""
-    order = coming("training", mini_batches, mini_batches.stream(epoch, position, epochs))
-    return LoadedBatches({"training": train}, order, workers)
+    order = batch_requests("training", mini_batches, mini_batches.stream(epoch, position, epochs))
+    return PrefetchedBatches({"training": train}, order, workers)
 
 
 def assert_same(found: Iterable[tuple[torch.Tensor]], expected: list[tuple[torch.Tensor]]) -> None:
@@ -53,7 +53,7 @@ def assert_same(found: Iterable[tuple[torch.Tensor]], expected: list[tuple[torch
 
 
 def test_workers_change_nothing_and_end_with_the_run_or_before(train: ImageSplit) -> None:
-    mini_batches = MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True)
+    mini_batches = MiniBatches(train.split_index, batch_size=4, seed=1, shuffle=True)
     state = torch.get_rng_state()
     whole = list(loaded(train, mini_batches, 0, 0, 3, workers=0))
     assert [tuple(images.shape) for (images,) in whole[:3]] == [(n, 3, 12, 12) for n in (4, 4, 3)]
@@ -86,7 +86,7 @@ def test_shared_memory_without_room_for_a_semaphore_is_named_with_the_setting(
 
     monkeypatch.setattr(multiprocessing.synchronize._multiprocessing, "SemLock", full)
     with pytest.raises(InputError, match=r"^data_workers=2: .*/dev/shm.* data_workers=0$"):
-        loaded(train, MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True), 0, 0, 3, workers=2)
+        loaded(train, MiniBatches(train.split_index, batch_size=4, seed=1, shuffle=True), 0, 0, 3, workers=2)
 
 
 def test_shared_memory_without_room_for_a_batch_is_not_needed(
@@ -97,7 +97,7 @@ def test_shared_memory_without_room_for_a_batch_is_not_needed(
     def full(*_: object) -> None:
         raise RuntimeError("No space left on device")
 
-    mini_batches = MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True)
+    mini_batches = MiniBatches(train.split_index, batch_size=4, seed=1, shuffle=True)
     whole = list(loaded(train, mini_batches, 0, 0, 3, workers=0))
     for name in ("share_memory_", "untyped_storage"):
         monkeypatch.setattr(torch.Tensor, name, full)  # the loader shares storages
@@ -107,7 +107,7 @@ def test_shared_memory_without_room_for_a_batch_is_not_needed(
 def test_broken_image_reaches_the_consumer_as_one_line(train: ImageSplit, tmp_path: Path) -> None:
     path = tmp_path / "train/b/3.jpg"
     path.write_bytes(path.read_bytes()[:200])
-    mini_batches = MiniBatches(train.catalogue, batch_size=2, seed=1, shuffle=False)  # it is sample 8, so in batch 4
+    mini_batches = MiniBatches(train.split_index, batch_size=2, seed=1, shuffle=False)  # it is sample 8, so in batch 4
     batches = loaded(train, mini_batches, 0, 0, 1, workers=2)
     for _ in range(4):
         next(batches)
@@ -120,7 +120,7 @@ def test_a_batch_that_cannot_be_read_is_known_one_ahead(train: ImageSplit, tmp_p
     """So that all processes of a training can stop before it; an evaluation goes on with zeros."""
     path = tmp_path / "train/b/3.jpg"
     path.write_bytes(path.read_bytes()[:200])
-    mini_batches = MiniBatches(train.catalogue, batch_size=2, seed=1, shuffle=False)
+    mini_batches = MiniBatches(train.split_index, batch_size=2, seed=1, shuffle=False)
     for gives_zeros, error in ((False, InputError), (True, UnreadableError)):
         batches = loaded(train, mini_batches, 0, 0, 1, workers=0)
         batches.gives_zeros = gives_zeros
@@ -143,7 +143,7 @@ def consume(out: int) -> None:
     sys.stderr = os.fdopen(out, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
     train = SyntheticText(samples=64, length=8, vocabulary_size=9, seed=0, pairs=False)
-    mini_batches = MiniBatches(train.catalogue, batch_size=4, seed=0, shuffle=True)
+    mini_batches = MiniBatches(train.split_index, batch_size=4, seed=0, shuffle=True)
     batches = loaded(train, mini_batches, 0, 0, 10**6, workers=2)
     next(batches), next(batches)  # one of each worker: both are set up
     print("loading", file=sys.stderr)
@@ -235,4 +235,4 @@ def test_loaders_share_the_cores_and_a_quarter_of_the_memory(
     monkeypatch.setattr(data_feed, "usable_cores", lambda: 8)
     monkeypatch.setattr(data_feed, "usable_memory_bytes", lambda: memory * batch_bytes)
     monkeypatch.setattr(data_feed, "free_shared_memory_bytes", lambda: shared * batch_bytes)
-    assert data_feed.loaders(config, layout_of(config), open_data(config).training) == expected
+    assert data_feed.choose_loaders(config, layout_of(config), open_data(config).training) == expected

@@ -5,7 +5,7 @@ import torch
 
 from gpipe_cli.data.masked_text import MaskedText
 from gpipe_cli.data.text import SyntheticText, TextSplit
-from gpipe_cli.data.vocabulary import END, IGNORED, UNKNOWN, Vocabulary
+from gpipe_cli.data.vocabulary import END, IGNORED, UNKNOWN, SentencePieceTokenizer
 
 LENGTH, SAMPLES, TOKENS = 40, 2000, 1000
 SYNTHETIC = SyntheticText(SAMPLES, LENGTH, TOKENS, seed=1, pairs=False)
@@ -49,11 +49,17 @@ def test_it_depends_on_seed_epoch_and_sample_alone() -> None:
 def test_ends_of_documents_are_not_selected_and_windows_are_full() -> None:
     """But for a window that has nothing else; 19 tokens are 4 windows of 4, as of a fifth some have no successor."""
     text = MaskedText(
-        TextSplit(torch.tensor([5, END, 6, END] * 4 + [END] * 4, dtype=torch.int32), 4, Vocabulary(b"")), 9, END, 30, 0
+        TextSplit(torch.tensor([5, END, 6, END] * 4 + [END] * 4, dtype=torch.int32), 4, SentencePieceTokenizer(b"")),
+        9,
+        END,
+        30,
+        0,
     )
-    assert text.catalogue.samples == 4
+    assert text.split_index.samples == 4
     targets = torch.cat([text.targets_of(epoch, torch.arange(4), (4,)) for epoch in range(9)])
     assert {*targets.unique().tolist()} == {IGNORED, 5, 6}
     assert (targets != IGNORED).sum(1).tolist() == [1] * 36
-    only = MaskedText(TextSplit(torch.full((9,), END, dtype=torch.int32), 4, Vocabulary(b"")), 9, END, 30, 0)
+    only = MaskedText(
+        TextSplit(torch.full((9,), END, dtype=torch.int32), 4, SentencePieceTokenizer(b"")), 9, END, 30, 0
+    )
     assert int((only.targets_of(0, torch.arange(2), (4,)) == END).sum()) == 2

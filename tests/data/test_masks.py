@@ -11,10 +11,10 @@ from PIL import Image
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.masks import MaskFiles
-from gpipe_cli.data.readers import Files, Samples
+from gpipe_cli.data.readers import ImageFiles, Samples
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError, InvalidSettingError
-from gpipe_cli.training.data_feed import MiniBatch, Reading
+from gpipe_cli.training.data_feed import MiniBatch, SplitReader
 
 FIRST = torch.tensor([0])
 
@@ -25,7 +25,7 @@ def test_synthetic_masks_are_a_function_of_seed_and_index() -> None:
             "synthetic_masks", image_size=32, num_classes=3, seed=seed, train_samples=6, test_samples=4,
             augmentation=None,
         )  # fmt: skip
-        assert [one.catalogue.samples for one in (split, test)] == [6, 4]
+        assert [one.split_index.samples for one in (split, test)] == [6, 4]
         assert not torch.equal(split[0, 0], test[0, 0])
         indices = [3, 0, 1, 2]
         return split.inputs(0, indices)[0], split.targets_of(0, torch.tensor(indices))
@@ -158,17 +158,17 @@ def test_a_replica_reads_the_masks_of_others_once(tmp_path: Path, monkeypatch: p
     files = [tuple(str(tmp_path / kind / f"{number}.png") for number in range(5)) for kind in ("images", "masks")]
     read, decode = list[int](), MaskFiles._read
     monkeypatch.setattr(MaskFiles, "_read", lambda self, index: (read.append(index), decode(self, index))[1])
-    split = ImageSplit(Samples(Files(files[0]), MaskFiles(*files, 8, 2), ()), lambda image: image, None)
+    split = ImageSplit(Samples(ImageFiles(files[0]), MaskFiles(*files, 8, 2), ()), lambda image: image, None)
     cut = {"batch_size": 5, "seed": 0, "shuffle": True, "micro_batches": 1, "replicas": 3}
-    readings = [Reading(split, MiniBatches(split.catalogue, replica=replica, **cut), None) for replica in range(3)]
+    readers = [SplitReader(split, MiniBatches(split.split_index, replica=replica, **cut), None) for replica in range(3)]
     for epoch in (0, 1):
         read.clear()
-        parts = [MiniBatch(reading, epoch, 0).targets() for reading in readings]
-        indices = readings[0].batches.indices(epoch, 0)
+        parts = [MiniBatch(reader, epoch, 0).targets() for reader in readers]
+        indices = readers[0].batches.indices(epoch, 0)
         assert sorted(read) == sorted(indices.tolist() * (1 if epoch else 3))
         assert torch.equal(torch.cat([part[0] for part in parts if part]), split.targets_of(epoch, indices))
         assert [part[1] for part in parts if part] == [8 * (0 + 1 + 2 + 3 + 4)] * 3
-    few = Reading(split, MiniBatches(split.catalogue, replica=2, **cut | {"batch_size": 2}), None)
+    few = SplitReader(split, MiniBatches(split.split_index, replica=2, **cut | {"batch_size": 2}), None)
     for _ in range(2):  # the third replica has no sample of two
         targets, elements = MiniBatch(few, 0, 0).targets() or (FIRST, 0)
         assert (targets.shape, elements) == ((0, 8, 8), 8 * int(few.batches.indices(0, 0).sum()))

@@ -27,9 +27,9 @@ def test_a_folder_with_both_files(tmp_path: Path) -> None:
     assert rows_of(test) == [("eins\N{LINE SEPARATOR}zwei", "one two", "de-en"), ("un", "uno", "fr-sr_Latn")]
     assert train.languages == test.languages == ("de-en", "es-en", "fr-sr_Latn")
     assert train.groups.dtype == torch.int32
-    assert train.where(1) == f"'{tmp_path / 'train.tsv'}' line 3"
-    assert rows_of(train.chosen(torch.tensor([1]))) == rows_of(train)[1:]
-    assert train.chosen(torch.tensor([1])).where(0) == train.where(1)
+    assert train.origin(1) == f"'{tmp_path / 'train.tsv'}' line 3"
+    assert rows_of(train.select(torch.tensor([1]))) == rows_of(train)[1:]
+    assert train.select(torch.tensor([1])).origin(0) == train.origin(1)
 
 
 def test_one_file_is_split_by_target(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_one_file_is_split_by_target(tmp_path: Path) -> None:
     assert sorted(rows_of(train) + rows_of(test)) == sorted(tuple(line.split("\t")) for line in lines)
     assert 130 < len(test) < 280
     assert not set(train.references) & set(test.references)
-    assert test.where(0).endswith(f"line {int(test.sources[0].split()[1]) + 1}")
+    assert test.origin(0).endswith(f"line {int(test.sources[0].split()[1]) + 1}")
     # Other lines around it do not move a line to the other split.
     file.write_text("\n".join(lines[2000:]))
     fewer = read_parallel_text(file)[1]
@@ -115,7 +115,7 @@ def test_directions_are_read_from_the_cache(
     splits: tuple[Pairs, Pairs], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpipe_cli.data.corpora._read_names", None)  # calling it would fail
-    assert splits[0].where(0).endswith(f"({splits[0].languages[0]})")
+    assert splits[0].origin(0).endswith(f"({splits[0].languages[0]})")
     into = rows_of(splits[1])
     out_of = [(english, name, f"en-{languages.removesuffix('-en')}") for name, english, languages in into]
     assert sorted(rows_of(read_cldr("from_english", cache)[1])) == sorted(out_of)
@@ -158,9 +158,9 @@ def texts(split: PairSplit, index: int) -> tuple[str, str]:
 
 def test_tokens_of_a_mini_batch(numbers: tuple[PairSplit, PairSplit]) -> None:
     train, _ = numbers
-    assert train.catalogue.lengths is not None
+    assert train.split_index.lengths is not None
     vocabulary, indices = train.vocabulary, [3, 100, 17]
-    wide, high = (int(length) + 2 for length in train.catalogue.lengths[indices].amax(dim=0))
+    wide, high = (int(length) + 2 for length in train.split_index.lengths[indices].amax(dim=0))
     sources, so_far = train.inputs(9, indices, (wide, high))
     targets = train.targets_of(0, torch.tensor(indices), (wide, high))
     for row, (index, into) in enumerate(zip(indices, ("<2en>", "<2fr>", "<2en>"), strict=True)):
@@ -172,12 +172,12 @@ def test_tokens_of_a_mini_batch(numbers: tuple[PairSplit, PairSplit]) -> None:
         assert vocabulary.decode(targets[row][targets[row] != IGNORED].tolist()) == texts(train, index)[1]
     assert texts(train, 123) == ("eight four", "huit quatre")
     every = train.targets_of(0, torch.arange(124), (30, 30))
-    assert torch.equal(train.predicted(), every[every != IGNORED])
+    assert torch.equal(train.predicted_tokens(), every[every != IGNORED])
 
 
 def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     whole, whole_test = open_tiny(tmp_path)
-    longest = [split.catalogue.lengths.amax(dim=1) for split in (whole, whole_test)]  # type: ignore[union-attr]
+    longest = [split.split_index.lengths.amax(dim=1) for split in (whole, whole_test)]  # type: ignore[union-attr]
     most = int(max(part.max() for part in longest))
     limit = most - 1
     too_long = [int((part > limit).sum()) for part in longest]
@@ -191,7 +191,7 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     assert [len(short.pairs), len(short_test.pairs)] == [124 - too_long[0], 4 - too_long[1]]
     kept = [index for index in range(124) if longest[0][index] <= limit]
     assert [texts(short, index) for index in range(len(short.pairs))] == [texts(whole, index) for index in kept]
-    assert torch.equal(short.catalogue.lengths, whole.catalogue.lengths[kept])  # type: ignore[index,arg-type]
-    assert torch.equal(short.catalogue.groups, whole.catalogue.groups[kept])  # type: ignore[index,arg-type]
+    assert torch.equal(short.split_index.lengths, whole.split_index.lengths[kept])  # type: ignore[index,arg-type]
+    assert torch.equal(short.split_index.groups, whole.split_index.groups[kept])  # type: ignore[index,arg-type]
     with pytest.raises(InputError, match=r"^model\.length=2: every training pair is longer; [^\n]*$"):
         open_tiny(tmp_path, length=2, drop_long=True)

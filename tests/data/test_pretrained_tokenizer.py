@@ -8,7 +8,7 @@ from tokenizer_files import LINES, write_tokenizer
 from transformers import AutoTokenizer
 
 from gpipe_cli.config.groups import TextConfig
-from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
+from gpipe_cli.data.pretrained_tokenizer import HFTokenizer
 from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.text import open_documents, unigram_perplexity
 from gpipe_cli.data.vocabulary import IGNORED
@@ -18,7 +18,7 @@ TEXTS = [LINES[3], "!!! a text of two\n\n\tlines, longer than eight <end> tokens
 
 
 def test_ids_are_those_of_any_other_program_and_so_are_those_of_the_saved_files(tmp_path: Path) -> None:
-    tokenizer = PretrainedTokenizer(str(write_tokenizer(tmp_path / "given", eos_token="<end>")))
+    tokenizer = HFTokenizer(str(write_tokenizer(tmp_path / "given", eos_token="<end>")))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "given")
     expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     assert tokenizer.encode(TEXTS) == expected
@@ -26,7 +26,7 @@ def test_ids_are_those_of_any_other_program_and_so_are_those_of_the_saved_files(
     (tmp_path / "saved").mkdir()
     for name, content in tokenizer.files.items():
         (tmp_path / "saved" / name).write_bytes(content)
-    saved = PretrainedTokenizer(str(tmp_path / "saved"))
+    saved = HFTokenizer(str(tmp_path / "saved"))
     assert (saved.encode(TEXTS), saved.size, saved.end) == (expected, tokenizer.size, tokenizer.end)
 
 
@@ -52,4 +52,4 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     for name, why in (("empty", "cannot be read"), ("endless", "has no token to end")):
         place = str(tmp_path / name)
         with pytest.raises(InputError, match=rf"\Adataset\.tokenizer={place}: [^\n]*{why}[^\n]*; gi[^\n]*\Z"):
-            PretrainedTokenizer(place)
+            HFTokenizer(place)

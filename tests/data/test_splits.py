@@ -74,14 +74,14 @@ def test_windows_of_text_are_held_out(tmp_path: Path) -> None:
     assert isinstance(whole.training, TextSplit)
     assert isinstance(parts.training, TextSplit)
     assert isinstance(parts.validation, TextSplit)
-    counts = [split.catalogue.samples for split in (whole.training, parts.training, parts.validation)]
+    counts = [split.split_index.samples for split in (whole.training, parts.training, parts.validation)]
     assert counts[0] == counts[1] + counts[2]
     assert counts[2] == round(counts[0] / 10)
     lengths = (8,)
     everything = {tuple(row) for row in whole.training.inputs(0, range(counts[0]), lengths)[0].tolist()}
     for split, count in zip((parts.training, parts.validation), counts[1:], strict=True):
         assert {tuple(row) for row in split.inputs(0, range(count), lengths)[0].tolist()} <= everything
-    predicted = [len(split.predicted()) for split in (whole.training, parts.training, parts.validation)]
+    predicted = [len(split.predicted_tokens()) for split in (whole.training, parts.training, parts.validation)]
     assert predicted[0] == predicted[1] + predicted[2]
 
 

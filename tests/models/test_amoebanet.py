@@ -22,7 +22,14 @@ from gpipe_cli.models.amoebanet import (
     Variant,
     set_progress,
 )
-from gpipe_cli.models.operations import AfterRelu, Convolution, FactorizedReduction, Linear, SameConvolution, operation
+from gpipe_cli.models.amoebanet_ops import (
+    Convolution,
+    FactorizedReduction,
+    Linear,
+    PreActivated,
+    SameConvolution,
+    make_operation,
+)
 
 # --- operations
 
@@ -53,7 +60,7 @@ def test_pool(name: str, stride: int) -> None:
         else:  # of the real pixels
             sums, counts = (F.avg_pool2d(same(each, *frame), kernel, stride) for each in (x, torch.ones_like(x)))
             expected = sums / counts
-        torch.testing.assert_close(operation(name, 8, 8, stride, nn.BatchNorm2d)(x), expected)
+        torch.testing.assert_close(make_operation(name, 8, 8, stride, nn.BatchNorm2d)(x), expected)
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [((3, 3), (2, 2)), ((1, 7), (1, 2)), ((3, 3), (1, 1))])
@@ -64,9 +71,9 @@ def test_same_convolution(kernel: tuple[int, int], stride: tuple[int, int]) -> N
 
 
 def test_separable_is_depthwise_then_pointwise() -> None:
-    apply = operation("separable_3x3_2", 6, 8, 2, nn.Identity)
+    apply = make_operation("separable_3x3_2", 6, 8, 2, nn.Identity)
     depthwise, pointwise, depthwise_2, pointwise_2 = apply.parameters()
-    assert next(operation("separable_5x5_2", 6, 8, 2, nn.Identity).parameters()).shape == (6, 1, 5, 5)
+    assert next(make_operation("separable_5x5_2", 6, 8, 2, nn.Identity).parameters()).shape == (6, 1, 5, 5)
     assert [tuple(p.shape) for p in apply.parameters()] == [(6, 1, 3, 3), (8, 6, 1, 1), (8, 1, 3, 3), (8, 8, 1, 1)]
     x = torch.rand(2, 6, 8, 8)
     y = F.conv2d(same(x, (3, 3), (2, 2)), depthwise, stride=2, groups=6)
@@ -112,8 +119,8 @@ def test_initial_weights(module: Convolution | Linear, fan_out: int) -> None:
 
 def test_pointwise_convolution_is_an_ordinary_one() -> None:
     """The faster routine on CPU changes neither result nor gradients beyond rounding."""
-    apply = operation("identity", 8, 16, 1, nn.Identity)  # it cannot be one where the channels differ
-    assert isinstance(apply, AfterRelu)
+    apply = make_operation("identity", 8, 16, 1, nn.Identity)  # it cannot be one where the channels differ
+    assert isinstance(apply, PreActivated)
     (weight,) = apply.parameters()
     x = torch.randn(2, 8, 5, 5, requires_grad=True)
     ours, expected = apply(x), torch.einsum("oc,nchw->nohw", weight[:, :, 0, 0], x)
@@ -145,7 +152,7 @@ def by_hand(cell: Cell, current: Tensor, previous: Tensor) -> Tensor:
     for pair in cell.genotype.pairs:
         terms = []
         for (_, state), apply in zip(pair, operations, strict=False):
-            terms.append(apply(F.relu(states[state]) if isinstance(apply, AfterRelu) else states[state]))
+            terms.append(apply(F.relu(states[state]) if isinstance(apply, PreActivated) else states[state]))
         states.append(terms[0] + terms[1])
     return torch.cat([states[index] for index in cell.genotype.output], dim=1)
 

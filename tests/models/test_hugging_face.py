@@ -20,7 +20,7 @@ from training_runs import assert_same_tensors, command, configure, final_tensors
 from gpipe_cli.config.groups import LoraConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.hugging_face import (
-    Source,
+    ModelSource,
     image_classifier,
     language_model,
     masked_language_model,
@@ -145,7 +145,7 @@ class RunsWhereRead:
 
 def on_meta(folder: Path, build: Callable[..., nn.Sequential] = CAUSAL.build, **settings: Any) -> nn.Sequential:
     with torch.device("meta"):
-        return build(Source(name=str(folder), **{"pretrained": True} | settings))
+        return build(ModelSource(name=str(folder), **{"pretrained": True} | settings))
 
 
 def with_values(model: nn.Sequential, first: int = 0) -> nn.Sequential:

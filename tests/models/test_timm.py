@@ -15,7 +15,7 @@ from training_runs import assert_same_tensors
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.models import timm_list
-from gpipe_cli.models.timm_models import build_timm, chain
+from gpipe_cli.models.timm_models import as_sequential, build_timm
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
 
@@ -70,7 +70,7 @@ def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    sequence = chain(copy.deepcopy(model))
+    sequence = as_sequential(copy.deepcopy(model))
     size = settings.get("img_size", 40)
     images = x = torch.randn(4, 3, size, size)
     for training in (False, True):

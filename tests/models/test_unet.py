@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli.errors import InvalidSettingError
-from gpipe_cli.models.skips import Sequence
+from gpipe_cli.models.skips import SkipSequential
 from gpipe_cli.models.unet import unet
 from gpipe_cli.units import count
 
 
-def small(**settings: int) -> Sequence:
+def small(**settings: int) -> SkipSequential:
     sizes = {"depth": 2, "num_convs": 2, "base_channels": 4, "image_size": 16, "num_classes": 3}
     return unet(**{**sizes, "dropout": 0.1, **settings})
 

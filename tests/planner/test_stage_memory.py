@@ -20,7 +20,7 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.pipeline_spec import make_pipeline_spec
 from gpipe_cli.planner.stage_memory import MemoryModel, buffers_bytes
 from gpipe_cli.schedule.named_schedules import build, order
-from gpipe_cli.training.checkpoint.restore import state_of_stage
+from gpipe_cli.training.checkpoint.restore import collect_stage_state
 from gpipe_cli.training.engine import build_engine
 from gpipe_cli.training.events import StepDone
 
@@ -61,7 +61,7 @@ def test_buffers_are_those_of_a_run(replicas: int) -> None:
             parameter.grad = torch.ones_like(parameter)
         assert optimizer is not None
         optimizer.step()
-        copied = sum(tensor.nbytes for tensor in state_of_stage(engine, k).values())
+        copied = sum(tensor.nbytes for tensor in collect_stage_state(engine, k).values())
         buckets = list(_buckets(k, stage.module, replicas))
         sent = sum(replicas * bucket.part * bucket.parameters[0].itemsize for bucket in buckets)
         sums = 0 if replicas == 1 else 2 * sent - sum(one.nbytes for one in parameters)
@@ -97,7 +97,7 @@ def test_a_tied_weight_is_in_the_memory_of_each_stage_once(balance: str) -> None
         assert held.optimizer_bytes == sum(tensor.nbytes for tensor in state) + sum(averages.values())
         uses = sum(name.endswith(("embedding.weight", "logits.weight")) for name, _ in stage.module.named_parameters())
         received = (2 - uses) * matrix if uses else 0
-        copied = sum(tensor.nbytes for tensor in state_of_stage(engine, k).values())
+        copied = sum(tensor.nbytes for tensor in collect_stage_state(engine, k).values())
         assert held.buffers_bytes == copied + received
 
 

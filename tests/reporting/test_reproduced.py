@@ -9,8 +9,8 @@ import pytest
 from browser import NEEDED, opened_page
 
 from gpipe_cli.reporting.reproduced.page import write_report
-from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
-from gpipe_cli.reporting.reproduced.verdict import Verdict, verdicts
+from gpipe_cli.reporting.reproduced.readme import BEGIN, END, insert_results
+from gpipe_cli.reporting.reproduced.verdict import Verdict, judge_columns
 from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Origin, Table
 from gpipe_cli.units import count
@@ -67,18 +67,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_reproduction(FOUND, tmp_path)
     assert markdown(read_reproduction(tmp_path)) == markdown(FOUND)
     read = read_reproduction(tmp_path).tables
-    assert [list(verdicts(table)) for table in read] == [list(verdicts(table)) for table in FOUND.tables]
+    assert [list(judge_columns(table)) for table in read] == [list(judge_columns(table)) for table in FOUND.tables]
 
 
 def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_quantity() -> None:
-    run, simulated = verdicts(SPEEDS)
+    run, simulated = judge_columns(SPEEDS)
     assert run == Verdict("K = 2, M = 4", "1.07", "1.45", "measured", "-", "not comparable")
     apart = "differs in 1 of 3 rows, most in K = 2, M = 4: 1.35 for 1.07"
     assert simulated == Verdict("K = 4, M = 1", "1.13", "1.06", "simulated", "-0.07", apart)  # the last row has none
     agrees = Verdict("parameters, Pipeline-8", "1.80 B", "1.84 B", "planned", "+2.4 %", "agrees")
-    assert list(verdicts(SIZES)) == [agrees]
+    assert list(judge_columns(SIZES)) == [agrees]
     fits = [Column("", cells=["Naive-1"]), Column("fits", "paper", ["yes"]), Column("fits", "planned", ["no"])]
-    assert [one.words for one in verdicts(Table("", fits))] == ["differs in 1 of 1 row, most in Naive-1: no for yes"]
+    assert [one.words for one in judge_columns(Table("", fits))] == [
+        "differs in 1 of 1 row, most in Naive-1: no for yes"
+    ]
 
 
 def test_the_page_has_names_as_text(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
     trained = replace(FOUND, name="trained", tables=(SCORES,))
     mine = replace(FOUND, name="mine", tables=(replace(SPEEDS, columns=[*SPEEDS.columns[:2], *SPEEDS.columns[3:]]),))
     all_three = [replace(FOUND, notes=(*FOUND.notes, ("our choice", "M = 4"))), trained, mine]
-    renewed = with_results(readme, all_three)
+    renewed = insert_results(readme, all_three)
     assert renewed.startswith(f"{before}{BEGIN}")
     assert renewed.endswith(f"{END}{after}")
     assert "| 4 | 1 | 1.13 | 47 | - | 1.06 | - | -0.07 |" in renewed
@@ -139,4 +141,4 @@ def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
     assert "| [mine](mine.yaml) | K < 8 is slow | a & b |" in renewed
     assert "### mine" not in renewed, "no number of the paper"
     assert "our choice" not in renewed.partition(BEGIN)[2].partition(END)[0]
-    assert with_results(renewed, all_three) == renewed
+    assert insert_results(renewed, all_three) == renewed

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpipe_cli.assembly.optimizer import clip, norms_of
+from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms
 
 
 @pytest.mark.parametrize("largest", [1e-3, 1.0, 3.0, 1e3])
@@ -15,9 +15,9 @@ def test_gradients_are_scaled_as_by_a_number(scale: float, largest: float) -> No
     gradients = [scale * torch.randn(shape, generator=generator) for shape in shapes]
     gradients.append(scale * torch.randn(4, generator=generator).double())
     total = 0.0
-    for norm in norms_of(gradients).tolist():
+    for norm in gradient_norms(gradients).tolist():
         total += norm * norm
     norm = total**0.5
     expected = [gradient * (largest / norm) if norm > largest else gradient.clone() for gradient in gradients]
-    clip(gradients, norms_of(gradients), largest)
+    clip_gradients(gradients, gradient_norms(gradients), largest)
     assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))

@@ -65,4 +65,4 @@ def test_a_model_that_returns_no_numbers_translates_nothing() -> None:
     beam = Beam(Case(beam=2, length_penalty=0.0).search, 9)
     beam.advance([[(END, math.nan), (5, math.nan), (6, -math.inf)]])
     assert not beam.growing
-    assert beam.over
+    assert beam.is_final

@@ -32,7 +32,7 @@ from gpipe_cli.launch.fork_server import fork_server, temporary_folder
 from gpipe_cli.planner import model_profile
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.checkpoint.files import checkpoints_in, step_of
+from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 from gpipe_cli.training.milestones import DivergedError
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
@@ -186,7 +186,7 @@ def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_th
     settings = [*picture_settings(tmp_path / "images"), "partitions=2", f"executor={executor}", "data_workers=1"]
     assert command("train", *settings, "run_folder=whole") == 0
     data = opened("image_folder", tmp_path / "images", num_classes=4, validation="val").training
-    read = MiniBatches(data.catalogue, batch_size=2, seed=configure(*settings).seed, shuffle=True).indices(0, 2)
+    read = MiniBatches(data.split_index, batch_size=2, seed=configure(*settings).seed, shuffle=True).indices(0, 2)
     assert isinstance(data.samples.pixels, Files)
     broken = Path(data.samples.pixels.paths[read[1]]) if split == "train" else tmp_path / "images" / split / "hen/2.jpg"
     whole = broken.read_bytes()
@@ -195,7 +195,7 @@ def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_th
     result = read_result(Path("run"))
     assert result["status"] == "failed"
     assert str(broken) in result["error"]
-    assert (result["steps"], step_of(checkpoints_in(Path("run"))[-1])) == (step, step)
+    assert (result["steps"], step_of(list_checkpoints(Path("run"))[-1])) == (step, step)
     broken.write_bytes(whole)
     if split == "test":
         assert command("evaluate", "run=run", NAMED) == 0

@@ -28,7 +28,7 @@ from gpipe_cli.commands import training_run
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.results.files import RESULT, read_result, write_result
 from gpipe_cli.training.checkpoint import files
-from gpipe_cli.training.checkpoint.files import checkpoints_in, step_of
+from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 RUN = [
@@ -100,11 +100,11 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     line = ["train", *RUN, "resume=auto", f"run_folder={run}"]
 
     def strike() -> None:
-        wait_until(lambda: checkpoints_in(run) and (run / RESULT).exists(), 60, "the first checkpoint")
+        wait_until(lambda: list_checkpoints(run) and (run / RESULT).exists(), 60, "the first checkpoint")
         os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
         wait_until(lambda: read_result(run)["restarts"], 60, "another start")
-        begun = step_of(checkpoints_in(run)[-1])
-        wait_until(lambda: step_of(checkpoints_in(run)[-1]) > begun, 60, "a step")
+        begun = step_of(list_checkpoints(run)[-1])
+        wait_until(lambda: step_of(list_checkpoints(run)[-1]) > begun, 60, "a step")
         for process in (os.getpid(), *workers_of(os.getpid())):
             os.kill(process, signal.SIGUSR1)
 
@@ -115,7 +115,7 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     (restart,) = result["restarts"]
     assert re.match(r"stage 1 was killed by signal 9 \(SIGKILL\) .*; the machine may be out of memory", restart["why"])
     assert f"\nrestart 1 of 1: {restart['why']}; goes on after step {restart['step']}\n" in said
-    assert (result["status"], result["steps"]) == ("interrupted", step_of(checkpoints_in(run)[-1]))
+    assert (result["status"], result["steps"]) == ("interrupted", step_of(list_checkpoints(run)[-1]))
     (start,) = result["starts"]  # whatever restarted in it
     assert start["command"] == shlex.join(["gpipe", *line, "partitions=2", "max_restarts=1"])
     assert datetime.fromisoformat(start["started"]) <= datetime.fromisoformat(start["ended"])
@@ -188,7 +188,7 @@ def test_no_row_is_lost_where_the_command_is_killed_as_a_checkpoint_is_complete(
     assert program.returncode == -signal.SIGKILL
     wait_until(lambda: not [*(tmp_path / "tmp").iterdir()], 20, "the end of the temporary files")
     # the next step is trained while the checkpoint is written, and may have been told of, too
-    assert (step_of(checkpoints_in(run)[-1]), steps_of(run)[:2]) == (2, [1, 2])
+    assert (step_of(list_checkpoints(run)[-1]), steps_of(run)[:2]) == (2, [1, 2])
     assert command(*line, "model.target=custom_models:small", "max_steps=3") == 0
     assert steps_of(run) == [1, 2, 3]
 
@@ -233,7 +233,7 @@ def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
     result = read_result(run)
     assert "as it was told to" in result["error"]
     assert result["restarts"] == []  # another start would end in the same way
-    assert [step_of(found) for found in checkpoints_in(run)] == [1]
+    assert [step_of(found) for found in list_checkpoints(run)] == [1]
 
 
 def test_fewer_gpus_have_fewer_partitions(monkeypatch: pytest.MonkeyPatch) -> None:

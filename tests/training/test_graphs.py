@@ -16,13 +16,13 @@ from test_check_matrix import ALIKE, APART, IMAGES, LM, REPLICAS, RUNS, SMALL, _
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_tensors, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.training import pipeline_part, train_loop
 from gpipe_cli.training.engine import Engine
-from gpipe_cli.training.events import GraphsRecorded, StepDone, TrainingReady
+from gpipe_cli.training.events import GraphsCaptured, StepDone, TrainingReady
 
 __all__ = ["_with_models"]  # a fixture
 
@@ -35,7 +35,7 @@ def _graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: TapeMaker())
 
 
-def recorded(settings: list[str], folder: Path) -> GraphsRecorded:
+def recorded(settings: list[str], folder: Path) -> GraphsCaptured:
     (ready,) = of_type(train_here(configure(*settings), folder), TrainingReady)
     assert ready.graphs is not None
     return ready.graphs
@@ -125,7 +125,7 @@ def test_graphs_of_all_shapes_have_the_memory_of_the_largest(
     )
     train_here(config, tmp_path)
     plan = plan_of(config, profile_model(config))
-    memory = MemoryModel(config, plan.profile, share_of(plan.step_samples, 3).sizes)
+    memory = MemoryModel(config, plan.profile, shard_of(plan.step_samples, 3).sizes)
     memory.replays = True
     planned = memory.holding(plan.bounds, *[[0] * len(plan.bounds)] * 2)
     memory.replays = False

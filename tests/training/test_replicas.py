@@ -6,8 +6,8 @@ import pytest
 import torch
 from training_runs import LIVELY_SMALL, NAMED, SMALL, assert_same_tensors, command, configure, final_tensors, train_here
 
-from gpipe_cli.data.batches import Catalogue, MiniBatches
-from gpipe_cli.data.micro_batches import micro_batch_sizes, share_of
+from gpipe_cli.data.batches import MiniBatches, SplitIndex
+from gpipe_cli.data.micro_batches import micro_batch_sizes, shard_of
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.files import read_index, read_tensors
 
@@ -75,15 +75,15 @@ def test_replicas_without_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("samples", [1, 5, 22])
 def test_shares_are_the_pieces_of_one_pipeline(samples: int) -> None:
     for replicas, micro_batches in ((2, 1), (3, 4)):
-        shares = [share_of(samples, micro_batches, replicas, replica) for replica in range(replicas)]
+        shares = [shard_of(samples, micro_batches, replicas, replica) for replica in range(replicas)]
         pieces = [size for share in shares for size in share.sizes]
         assert tuple(pieces) == micro_batch_sizes(samples, replicas * micro_batches)
         assert max(len(share.sizes) for share in shares) <= micro_batches
         for share in shares:
             assert share.first_sample == sum(pieces[: share.first_micro_batch])
         batches = [
-            MiniBatches(Catalogue(samples), batch_size=samples, seed=0, shuffle=True, micro_batches=micro_batches,
+            MiniBatches(SplitIndex(samples), batch_size=samples, seed=0, shuffle=True, micro_batches=micro_batches,
                         replicas=replicas, replica=replica) for replica in range(replicas)
         ]  # fmt: skip
-        read = torch.cat([one.indices(0, 0)[one.share(0, 0).samples] for one in batches])
+        read = torch.cat([one.indices(0, 0)[one.shard(0, 0).samples] for one in batches])
         assert torch.equal(read, batches[0].indices(0, 0))

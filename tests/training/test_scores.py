@@ -12,13 +12,13 @@ from gpipe_cli.config.settings import DecodeConfig
 from gpipe_cli.data.corpora import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
-from gpipe_cli.reporting.run.summary import outcome_of_translation
-from gpipe_cli.training.data_feed import Reading, mini_batches
+from gpipe_cli.reporting.run.summary import translation_fields
+from gpipe_cli.training.data_feed import SplitReader, mini_batches
 from gpipe_cli.training.events import Translation
 from gpipe_cli.training.translation import (
-    choose,
+    pick_evenly,
     score_translations,
-    shown,
+    to_translations,
     translate,
 )
 
@@ -46,15 +46,15 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> PairSplit:
 
 
 def test_evenly_spaced_sentences() -> None:
-    assert choose(10, 4) == [0, 2, 5, 7]
-    assert choose(3, 3) == choose(3, 99) == [0, 1, 2]
-    assert choose(5, 0) == []
+    assert pick_evenly(10, 4) == [0, 2, 5, 7]
+    assert pick_evenly(3, 3) == pick_evenly(3, 99) == [0, 1, 2]
+    assert pick_evenly(5, 0) == []
 
 
 def test_sentences_keep_their_order_whatever_they_were_decoded_to(split: PairSplit) -> None:
     """Nothing, special tokens, and a byte that is no letter, too."""
     last = [UNKNOWN + 1 + len({"<2en>"}) + 0xFF]
-    rows = shown(split, [1, 2, 0, 0, 0], [*split.vocabulary.encode(["one", "two"]), [], [END, 0], last])
+    rows = to_translations(split, [1, 2, 0, 0, 0], [*split.vocabulary.encode(["one", "two"]), [], [END, 0], last])
     said = ["one", "two", "", "", "\N{REPLACEMENT CHARACTER}"]
     assert rows == [
         Translation(pair, source, reference, translation)
@@ -115,7 +115,7 @@ def test_each_language_is_tokenized_as_sacrebleu_recommends() -> None:
     lengths = sum(part.sys_len for part in parts), sum(part.ref_len for part in parts)
     assert found.bleu == BLEU.compute_bleu(counts, totals, *lengths, smooth_method="exp").score
     assert "|tok:13a," in found.bleu_signature
-    by_pair = dict(outcome_of_translation(found))["BLEU by pair"]
+    by_pair = dict(translation_fields(found))["BLEU by pair"]
     best = max(found.pairs, key=lambda pair: pair.bleu)
     assert by_pair.startswith(f"{best.pair} {best.bleu:.1f}, ")
     assert by_pair.endswith(" 0.0")
@@ -127,11 +127,11 @@ def test_sentences_of_the_test_set_are_decoded_in_the_memory_of_the_training() -
     config = replace(config, batch_tokens=5 * 40, micro_batches=1)  # five samples of the greatest length
     done, rows_of_steps = [], []
     engine = engine_of((config, spec), lambda action, samples, lengths: rows_of_steps.append(samples))
-    test = Reading(split, mini_batches(config, split.catalogue, training=False), None)
+    test = SplitReader(split, mini_batches(config, split.split_index, training=False), None)
     settings = DecodeConfig(case.beam, len(case.indices), case.length_penalty)
-    with engine.evaluating(averages=False):
+    with engine.evaluation_mode(averages=False):
         rows = translate(engine, settings, test, lambda *counts: done.append(counts))
     assert done == [(count, 5) for count in range(1, 6)]
     assert max(rows_of_steps) == 3, "a step needs no more memory than one of the training; it had 5 sentences of 3 rows"
-    assert rows == shown(split, case.indices, decode_here(case))
+    assert rows == to_translations(split, case.indices, decode_here(case))
     assert [row.source for row in rows] == [SOURCES[index] for index in case.indices]

@@ -73,7 +73,7 @@ def test_void_masks_count_as_zero_and_means_are_over_pixels(tmp_path: Path) -> N
     config = configure(*settings, "partitions=1", "schedule=1f1b")
     messages = train_here(config, tmp_path / "one")
     split = open_data(config).training
-    batches = mini_batches(config, split.catalogue, training=True)
+    batches = mini_batches(config, split.split_index, training=True)
     steps = of_type(messages, StepDone)[:4]
     pixels = [int((split.targets_of(0, batches.indices(0, at), ()) != IGNORED).sum()) for at in range(4)]
     assert 0 in pixels, "no mini-batch is void"

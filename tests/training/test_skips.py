@@ -15,7 +15,7 @@ from torch import nn
 from training_runs import TINY, command, configure
 
 from gpipe_cli.library.pipeline import Pipeline
-from gpipe_cli.models.skips import Pop, Sequence, Stash
+from gpipe_cli.models.skips import Pop, SkipSequential, Stash
 from gpipe_cli.pipeline.runtime.routes import routes
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import placed
@@ -80,7 +80,7 @@ def test_wrong_skips_are_refused(wrong: str) -> None:
     layers, message = WRONG[wrong]
     example = torch.zeros(2, 3, 8, 8)
     with pytest.raises(ValueError, match=message):
-        Sequence(*layers)(example)
+        SkipSequential(*layers)(example)
     with pytest.raises(ValueError, match=message):
         Pipeline(nn.Sequential(*layers, nn.Conv2d(3, 1, 1)), example, partitions=1, micro_batches=1)
 

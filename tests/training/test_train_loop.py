@@ -24,12 +24,12 @@ from training_runs import (
 
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import read_config
-from gpipe_cli.reporting.run.measurement import CONTENDED
+from gpipe_cli.reporting.run.measurement import CONTENDED_SHARE
 from gpipe_cli.results.files import read_result
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index
 from gpipe_cli.training.events import Evaluated, StepDone
-from gpipe_cli.training.milestones import Milestones, is_best, score_of, starting_point
+from gpipe_cli.training.milestones import Milestones, initial_progress, is_best, score_of
 
 SETTINGS = [*TINY, *LIVELY, "model.auxiliary_head=true", "epochs=2", "checkpoint.keep=9"]
 QUICK = [*SMALL, *LIVELY_SMALL]
@@ -198,7 +198,7 @@ def test_result_json_and_config_of_a_run(distributed: Path) -> None:
     assert (result["status"], result["error"], result["steps"], result["epochs"]) == ("completed", None, STEPS, 2)
     assert result["model_parameters"] == sum(part["parameters"] for part in result["partitions"])
     assert [part["device"] for part in result["partitions"]] == ["cpu", "cpu"]
-    contended = result["without_core"] > CONTENDED  # the machine may be busy
+    contended = result["without_core"] > CONTENDED_SHARE  # the machine may be busy
     assert result["samples_per_second_kind"] == ("measured_contended" if contended else "measured")
     for stage, peak in zip(result["memory"], result["memory_bytes"], strict=True):
         assert peak == stage.pop("peak") == sum(part for key, part in stage.items() if key != "stage")
@@ -236,7 +236,7 @@ def test_what_is_due_after_which_step() -> None:
 
 
 def test_more_is_better_and_what_is_no_number_is_never_the_best() -> None:
-    begin = starting_point(configure(*TINY), None)
+    begin = initial_progress(configure(*TINY), None)
     assert is_best(0.1, begin)
     assert [is_best(score, replace(begin, best_score=0.5)) for score in (0.4, 0.5, 0.6)] == [False, False, True]
     assert not is_best(float("nan"), begin)

@@ -42,8 +42,8 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     assert f"{run}/pipeline.html: Is a directory" in said
     assert read_result(run)["status"] == "completed"
 
-    draft = run / "checkpoints" / ".step_00000009.writing"
-    draft.write_text("a file where a folder is wanted")
+    staging = run / "checkpoints" / ".step_00000009.writing"
+    staging.write_text("a file where a folder is wanted")
     whole = final_tensors(run)
     assert command(*goes_on, "epochs=3") == 1
     captured = capsys.readouterr()
@@ -53,7 +53,7 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     assert "Traceback" not in captured.out + captured.err
     assert not (run / "failure.txt").exists()
     assert final_tensors(run).keys() == whole.keys()
-    draft.unlink()
+    staging.unlink()
     assert command(*goes_on, "epochs=3") == 0
     assert (run / "checkpoints" / "step_00000009").is_dir()
 

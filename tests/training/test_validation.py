@@ -8,7 +8,7 @@ from training_runs import NAMED, SMALL, command
 
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import read_run_result
-from gpipe_cli.training.checkpoint.files import checkpoints_in, read_index
+from gpipe_cli.training.checkpoint.files import list_checkpoints, read_index
 
 RUN = [*SMALL, "dataset.validation=0.3", "epochs=4", "learning_rate=constant", "learning_rate.peak=0.3", "ema_decay=0"]
 
@@ -27,7 +27,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_scored_once(
     assert whole.validation is not None
     assert whole.test is not None
     assert whole.best is None
-    last = read_index(checkpoints_in(tmp_path / "whole")[-1]).progress
+    last = read_index(list_checkpoints(tmp_path / "whole")[-1]).progress
     assert whole.validation.step == whole.test.step == last.best_step
     assert last.step != last.best_step, "the weights that are scored are not those of the end"
     assert command("evaluate", f"run={tmp_path / 'whole'}", NAMED, "partitions=1") == 0
@@ -92,7 +92,7 @@ def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, capsys: pytest.
     """The newest was taken in its place, and called the best."""
     run = tmp_path / "run"
     assert command("train", *RUN, "executor=in_process", f"run_folder={run}") == 0
-    progress = read_index(checkpoints_in(run)[-1]).progress
+    progress = read_index(list_checkpoints(run)[-1]).progress
     gone = run / "checkpoints" / f"step_{progress.best_step:08d}"
     gone.rename(tmp_path / "gone")
     capsys.readouterr()

@@ -60,18 +60,18 @@ def test_text_is_read_with_the_vocabulary_of_the_run(
     """One more file in the folder, and a vocabulary learned anew gave every token another meaning: the perplexity of a
     run went from 85 to 426 without a word."""
     assert run(text, tmp_path / "run") == 0
-    pieces = (tmp_path / "run" / "vocabulary.model").read_bytes()
+    saved_model = (tmp_path / "run" / "vocabulary.model").read_bytes()
     (text / "two.txt").write_text(nonsense("cjkpstvz", lines=200))
     assert command("evaluate", f"run={tmp_path / 'run'}") == 0
     other = TextConfig("text_files", 320, cache=str(text.parent / "other"), root=str(text))
     seen = {
-        name: len(open_text(other, length=8, seed=0, pieces=model)[1].predicted())  # type: ignore[union-attr]
-        for name, model in (("saved", pieces), ("anew", None))
+        name: len(open_text(other, length=8, seed=0, saved_model=model)[1].predicted_tokens())  # type: ignore[union-attr]
+        for name, model in (("saved", saved_model), ("anew", None))
     }
     assert seen["saved"] != seen["anew"], "the two vocabularies cannot be told apart by their tokens"
     assert read_result(tmp_path / "run", "evaluate.json")["tokens"] == seen["saved"]
     assert run(text, tmp_path / "tuned", f"init_from={tmp_path / 'run'}") == 0
-    assert (tmp_path / "tuned" / "vocabulary.model").read_bytes() == pieces
+    assert (tmp_path / "tuned" / "vocabulary.model").read_bytes() == saved_model
     capsys.readouterr()
     assert run(text, tmp_path / "resumed", f"resume={tmp_path / 'run'}", "dataset.vocabulary=319") == 2
     assert "use dataset.vocabulary=320" in capsys.readouterr().err

@@ -58,13 +58,13 @@ def test_a_run_writes_nothing_through_links(tmp_path: Path, capfd: pytest.Captur
     shutil.copytree(other / "checkpoints" / "step_00000002", run / "checkpoints" / "step_00000002")
     (run / "log.txt").symlink_to(tmp_path / "notes.txt")
     (tmp_path / "notes.txt").write_text("mine")
-    draft = run / "checkpoints" / ".step_00000003.writing"
-    draft.symlink_to(other / "checkpoints" / "step_00000002")
+    staging = run / "checkpoints" / ".step_00000003.writing"
+    staging.symlink_to(other / "checkpoints" / "step_00000002")
     capfd.readouterr()
     assert command(*again, "max_steps=4") == 0
     assert "step_00000003: the checkpoint cannot be written (a link leads to " in capfd.readouterr().err
-    assert draft.is_symlink()
-    assert {"step_00000001", "step_00000004"} <= {path.name for path in draft.parent.iterdir()}
+    assert staging.is_symlink()
+    assert {"step_00000001", "step_00000004"} <= {path.name for path in staging.parent.iterdir()}
     assert ((tmp_path / "notes.txt").read_text(), tree(other)) == ("mine", before)
 
 

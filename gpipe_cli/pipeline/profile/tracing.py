@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import InputError, with_type
-from gpipe_cli.models.skips import Pop, Stash, find_skips, popping
+from gpipe_cli.models.skips import Pop, Stash, find_skips, naming_skip_errors
 from gpipe_cli.pipeline.profile.carried_skips import with_skips
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost, OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
@@ -360,7 +360,7 @@ class _Tracer:
             joining: AbstractContextManager[None] = nullcontext()
             if isinstance(layer.module, Pop):
                 stash, skip = kept.pop(layer.module.name)
-                joining = popping(layer.module, layer.name, stash, skip, value)
+                joining = naming_skip_errors(layer.module, layer.name, stash, skip, value)
                 value, in_tuple = (*value, *skip), True
             owners.between.update(map(storage_of, value))
             closing = loss if layer is self.layers[-1] else None

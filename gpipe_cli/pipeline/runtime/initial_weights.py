@@ -4,8 +4,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import chain
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.models.skips import Sequence, Stash
+from gpipe_cli.models.skips import SkipSequential, Stash
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, set_parameter
 
@@ -35,7 +34,7 @@ def materialize(
     *,
     run_seed: int,
     whole: Callable[[], nn.Sequential] | None = None,
-    ties: Several[Tie] = (),
+    ties: Sequence[Tie] = (),
 ) -> nn.Sequential:
     """Initialise `layers` layers of `model`, from number `first_layer` on; they keep their global names.
 
@@ -48,7 +47,7 @@ def materialize(
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
         model = whole()
-    stage = Sequence() if any(isinstance(layer, Stash) for layer in model) else nn.Sequential()
+    stage = SkipSequential() if any(isinstance(layer, Stash) for layer in model) else nn.Sequential()
     for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
         # copies, as a later stage of this process may need the first layer with a tied weight as it was described
         stage.add_module(name, deepcopy(layer) if ties and whole is None else layer)

@@ -43,25 +43,25 @@ class Comparison:
         """The runs' names; a folder's name follows the number by which texts refer to the run, `3: 12-00-00_K2`."""
         return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
 
-    def referred(self, positions: Sequence[int]) -> str:
+    def refer_to(self, positions: Sequence[int]) -> str:
         """The runs at `positions`: `all runs`; by settings, `partitions=2`; of two, the name; or `runs 1 to 4, 7`."""
         if len(positions) == len(self.runs) > 1:
             return "both runs" if len(positions) == 2 else "all runs"
         if self.by_settings or len(self.runs) == 2:
-            return listed([self.names[position] for position in positions])
+            return join_words([self.names[position] for position in positions])
         run = "run" if len(positions) == 1 else "runs"
-        return f"{run} {listed(spans([position + 1 for position in positions], ' to '))}"
+        return f"{run} {join_words(spans([position + 1 for position in positions], ' to '))}"
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
     assert runs, "nothing to compare"
-    keys = differing(runs)
+    keys = differing_settings(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
     settings = [*SYMBOLS, *(key for key in keys if key not in SYMBOLS)]  # K and M even if they do not differ
     return Comparison(runs, names(runs), _by_settings(runs, keys), [_setting(key, runs) for key in settings], results)
 
 
-def differing(runs: Sequence[RunRecord]) -> list[str]:
+def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     """The keys of the settings that differ among the runs that have them.
 
     `threads` is left out if K and the executor determine it: by default, each process has its share of the cores.
@@ -81,7 +81,7 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """A different name for each run: `partitions=2`, or a piece of its folder's name."""
-    keys = differing(runs)
+    keys = differing_settings(runs)
     folders = [run.folder.resolve().parts for run in runs]
     parts = _settings(runs, keys) if _by_settings(runs, keys) else _folders(folders)
     return [
@@ -90,7 +90,7 @@ def names(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """`a, b, and 3 more`; with semicolons where a word has commas of its own."""
     separator = "; " if any("=" in word and "," in word for word in words) else ", "
     more = [f"and {len(words) - MAX_LISTED_WORDS:,} more"] if len(words) > MAX_LISTED_WORDS else []
@@ -128,11 +128,11 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     values = [run.settings.get(key) for run in runs]
     number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
     cells = [show(run.settings[key]) if key in run.settings else "-" for run in runs]
-    heading = SYMBOLS.get(key) or _folded(key.removesuffix(".name"), width=9)  # `model`, as it is typed
+    heading = SYMBOLS.get(key) or _break_key(key.removesuffix(".name"), width=9)  # `model`, as it is typed
     return Column(heading, cells=cells, number=number, key=key, values=values)
 
 
-def _folded(key: str, width: int) -> str:
+def _break_key(key: str, width: int) -> str:
     """A key broken between its parts, into lines of at most ``width`` where possible: `micro_` above `batches`."""
     lines = [""]
     for part in re.findall(r"[^._]+[._]?|[._]", key):
@@ -157,8 +157,8 @@ _FILES_ONLY = {
     "test_loss", "bubble_ideal", "idle_measured", "bubble_predicted", "step_seconds_predicted",
     "activation_bytes_fullest", "epochs_done", "threads_per_process",
 }  # fmt: skip
-_OF_IMAGES = {"samples_per_second", "samples_per_second_q1", "samples_per_second_q3"}
-_OF_BENCH = {
+_IMAGE_MEASURES = {"samples_per_second", "samples_per_second_q1", "samples_per_second_q3"}
+_BENCH_MEASURES = {
     "samples_per_second_q1", "samples_per_second_q3", "tokens_per_second_q1", "tokens_per_second_q3",
     "model_flops_per_second", "mfu",
 }  # fmt: skip
@@ -168,8 +168,8 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     """The columns of results, including those in which no run has a value."""
     results = [run.result for run in runs]
     commands = {result.command for result in results}
-    left_out = _FILES_ONLY | (set() if "bench" in commands else _OF_BENCH)
-    left_out |= _OF_IMAGES if all(result.text for result in results) else set()
+    left_out = _FILES_ONLY | (set() if "bench" in commands else _BENCH_MEASURES)
+    left_out |= _IMAGE_MEASURES if all(result.text for result in results) else set()
     scaled = scalings(runs)
     efficiencies = [scaling and scaling.efficiency for scaling in scaled]
     beyond_bases = [scaling for at, scaling in enumerate(scaled) if scaling is not None and scaling.base != at]
@@ -186,12 +186,14 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     columns = []
     for key in _COLUMNS:
         if key == "speed_kind":  # there is no room for `measured_one_device`
-            shared = any(run.shared for run in runs)
+            shared = any(run.shares_devices for run in runs)
             columns.append(Column("speed", cells=shown, key=key, values=kinds, printed=shared))
         else:
             measure = MEASURES[key]
             values = computed.get(key) or [measure.value(result) for result in results]
-            columns.append(Column.measured(measure, values, _alike(measure, results), printed=key not in left_out))
+            columns.append(
+                Column.of_measure(measure, values, _same_unit_values(measure, results), printed=key not in left_out)
+            )
     return [
         fact("command", [result.command for result in results], printed=len(commands) > 1),
         fact("status", [result.status for result in results], printed=True),
@@ -199,7 +201,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         *columns,
         fact("machine", [run.machine for run in runs]),
         fact("torch", [result.versions.get("torch") for result in results]),
-        *_ran_on(results),
+        *_machine_columns(results),
         fact("model", [result.model for result in results]),
         fact("dataset", [result.dataset for result in results], heading="data set"),
         fact("error", [run.error for run in runs]),
@@ -207,7 +209,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     ]
 
 
-def _ran_on(results: Sequence[RunResult]) -> Iterator[Column]:
+def _machine_columns(results: Sequence[RunResult]) -> Iterator[Column]:
     """Other versions and facts of the machine, and commits of the code, in which runs differ; for files only."""
     ran_on: list[dict[str, Any]] = []
     for result in results:
@@ -224,7 +226,7 @@ def _ran_on(results: Sequence[RunResult]) -> Iterator[Column]:
             )
 
 
-def _alike(measure: Measure, results: Sequence[RunResult]) -> list[float | None]:
+def _same_unit_values(measure: Measure, results: Sequence[RunResult]) -> list[float | None]:
     """The values of all measures of the same Unit, so that their columns share one size: memory and activations."""
     alike = [other for other in MEASURES.values() if other.unit is measure.unit and other.unit.sizes]
     return [other.value(result) for other in alike for result in results]

@@ -14,21 +14,21 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.errors import show
-from gpipe_cli.reporting.compare.comparison import Comparison, listed
+from gpipe_cli.reporting.compare.comparison import Comparison, join_words
 from gpipe_cli.reporting.compare.run_record import RunRecord, first_difference, same_curves
-from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.lines import print_fields, show_line
 from gpipe_cli.reporting.run.summary import results_depend_on_threads
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.results.measures import MEASURES, SHARE, TRAIN_LOSS, Measure
 from gpipe_cli.units import plural
 
-TRAINED = "completed"
+COMPLETED = "completed"
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     count = len(comparison.runs)
-    completed = all(run.result.status == TRAINED for run in comparison.runs)
-    show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
+    completed = all(run.result.status == COMPLETED for run in comparison.runs)
+    show_line(console, f"{plural(count, 'run')}{f', {COMPLETED}' if completed else ''}", "bold")
     if count == 2:
         _show_two(console, comparison)
     else:
@@ -36,10 +36,10 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     console.print()
     if over_seeds := deviations(comparison):
         spread = (f"{MEASURES[key].name} {both} {unit}".removesuffix(" /s") for key, (both, unit) in over_seeds.items())
-        show_facts(console, [("over seeds", f"mean +- deviation: {', '.join(spread)}".replace("±", "+-"))])
-    show_facts(console, [("note", note) for note in (*notes(comparison), *same_curve_notes(comparison))])
+        print_fields(console, [("over seeds", f"mean +- deviation: {', '.join(spread)}".replace("±", "+-"))])
+    print_fields(console, [("note", note) for note in (*notes(comparison), *same_curve_notes(comparison))])
     if with_curves := [run.folder.resolve() for run in comparison.runs if run.curves]:
-        show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(os.path.commonpath(with_curves))}")])
+        print_fields(console, [("curves", f"tensorboard --logdir {shlex.quote(os.path.commonpath(with_curves))}")])
 
 
 def _show_rows(console: Console, comparison: Comparison, completed: bool) -> None:
@@ -73,7 +73,7 @@ def _show_two(console: Console, comparison: Comparison) -> None:
     numbers = [Column(heading, number=True) for heading in (*comparison.names, "difference")]
     show_table(console, Table.of_rows("", [Column("differs"), *numbers], rows))
     console.print()
-    show_facts(console, [("the same", ", ".join(same))] if same else [])
+    print_fields(console, [("the same", ", ".join(same))] if same else [])
 
 
 def _difference(measure: Measure | None, first: Any, second: Any) -> str:
@@ -112,13 +112,13 @@ def notes(comparison: Comparison) -> Iterator[str]:
     results = [run.result for run in comparison.runs]
     for position, run in enumerate(comparison.runs):
         if run.result.status == "failed":
-            yield f"{comparison.referred([position])} failed: {run.error}"
+            yield f"{comparison.refer_to([position])} failed: {run.error}"
     for status, meaning in (
         ("interrupted", "interrupted, so not trained to the end"),
         ("running", "running: still in progress, or killed; its numbers are from its last evaluation"),
         ("dry_run", "a dry run: nothing was trained"),
     ):
-        yield from _of_which(comparison, meaning, [result.status == status for result in results])
+        yield from _note_with_runs(comparison, meaning, [result.status == status for result in results])
     score, unit = ("perplexity", "tokens/s") if results[0].text else ("top-1", "samples/s")
     same_task = len({result.task for result in results}) == 1
     for what, consequence, values in (
@@ -143,11 +143,11 @@ def notes(comparison: Comparison) -> Iterator[str]:
         ("measured_contended", "contended: times are inflated by other programs"),
     ):
         of_kind = [result.samples_per_second_kind == kind for result in results]
-        yield from _of_which(comparison, f"{meaning} ({kind}); not the speed of a pipeline", of_kind)
+        yield from _note_with_runs(comparison, f"{meaning} ({kind}); not the speed of a pipeline", of_kind)
     warm_up = "too short to measure a speed, so that of its warm-up steps is shown"
-    yield from _of_which(comparison, warm_up, [result.speed_includes_warm_up for result in results])
+    yield from _note_with_runs(comparison, warm_up, [result.speed_includes_warm_up for result in results])
     resumed = [result.resumed_from is not None for result in results]
-    yield from _of_which(comparison, "resumed, so their time counts from the last start", resumed)
+    yield from _note_with_runs(comparison, "resumed, so their time counts from the last start", resumed)
 
 
 def same_curve_notes(comparison: Comparison) -> list[str]:
@@ -156,13 +156,13 @@ def same_curve_notes(comparison: Comparison) -> list[str]:
     same = same_curves(curves)
     apart = first_difference(*curves) if len(curves) == 2 and not same else None
     differs = [] if apart is None else [f"{TRAIN_LOSS} differs from step {apart:,} on"]
-    return differs + [f"{TRAIN_LOSS} is identical to the last bit: {comparison.referred(group)}" for group in same]
+    return differs + [f"{TRAIN_LOSS} is identical to the last bit: {comparison.refer_to(group)}" for group in same]
 
 
-def _of_which(comparison: Comparison, sentence: str, truths: Sequence[bool]) -> Iterator[str]:
+def _note_with_runs(comparison: Comparison, sentence: str, truths: Sequence[bool]) -> Iterator[str]:
     """The sentence, followed by the runs of which it is true; nothing if there are none."""
     if any(truths):
-        yield f"{sentence}: {comparison.referred([position for position, holds in enumerate(truths) if holds])}"
+        yield f"{sentence}: {comparison.refer_to([position for position, holds in enumerate(truths) if holds])}"
 
 
 def _different(comparison: Comparison, values: Sequence[object]) -> str:
@@ -173,8 +173,8 @@ def _different(comparison: Comparison, values: Sequence[object]) -> str:
     if len(positions) < 2:
         return ""
     if len(positions) > 3:
-        return listed(list(positions))
-    return "; ".join(f"{value}: {comparison.referred(group)}" for value, group in positions.items())
+        return join_words(list(positions))
+    return "; ".join(f"{value}: {comparison.refer_to(group)}" for value, group in positions.items())
 
 
 def _data(run: RunRecord) -> str:

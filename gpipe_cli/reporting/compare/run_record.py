@@ -47,7 +47,7 @@ class RunRecord:
         return None if self.result.error is None else show(self.result.error)
 
     @property
-    def shared(self) -> bool:
+    def shares_devices(self) -> bool:
         """Whether stages shared a device or cores, also with other programs: the speed is then not a pipeline's."""
         return self.result.samples_per_second_kind in ("measured_one_device", "measured_contended")
 
@@ -162,10 +162,10 @@ def find_runs(folder: Path) -> list[Path]:
     folders = [folder] if (folder / CONFIG).is_file() else runs_below(folder)
     if not folders:
         raise InputError(f"{folder}: no run there (looked for {CONFIG} in it and up to two levels below)")
-    return sorted(folders, key=_counted)
+    return sorted(folders, key=_numeric_key)
 
 
-def _counted(folder: Path) -> list[tuple[bool, int, str]]:
+def _numeric_key(folder: Path) -> list[tuple[bool, int, str]]:
     """A sort key: `partitions=4` comes before `partitions=16`."""
     parts = re.split(r"([0-9]+)", str(folder))  # every other one is a number
     return [(at % 2 == 0, int(part) if at % 2 else 0, part) for at, part in enumerate(parts) if part]

@@ -9,7 +9,7 @@ from gpipe_cli.reporting.compare.run_record import RunRecord
 
 # Settings that define the work of a step, besides all those of the model and the data set: speeds of runs that differ
 # in any of them are not compared.
-_WORK = ("batch_size", "batch_tokens", "precision", "compile", "optimizer.name")
+_WORK_SETTINGS = ("batch_size", "batch_tokens", "precision", "compile", "optimizer.name")
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Scaling:
     base: int  # position of the run with the fewest devices; of several, of that with the most settings in common
 
 
-def devices(run: RunRecord) -> int:
+def count_devices(run: RunRecord) -> int:
     """The number of devices of all replicas; K per replica where all of its stages took turns on one device."""
     stages = run.result.partitions
     places = len({(stage.process, stage.device) for stage in stages})
-    return int(run.settings["replicas"]) * (len(stages) if run.shared and places == 1 else places)
+    return int(run.settings["replicas"]) * (len(stages) if run.shares_devices and places == 1 else places)
 
 
 def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:
@@ -31,22 +31,22 @@ def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:
     groups: dict[str, list[int]] = {}
     for position, run in enumerate(runs):
         if _speed(run):
-            groups.setdefault(work(run), []).append(position)
+            groups.setdefault(work_key(run), []).append(position)
     results: list[Scaling | None] = [None] * len(runs)
     for group in groups.values():
-        fewest = min(devices(runs[position]) for position in group)
-        bases = [position for position in group if devices(runs[position]) == fewest]
+        fewest = min(count_devices(runs[position]) for position in group)
+        bases = [position for position in group if count_devices(runs[position]) == fewest]
         if len(bases) < len(group):
             for position in group:
-                base = position if position in bases else max(bases, key=partial(_alike, runs, position))
+                base = position if position in bases else max(bases, key=partial(_count_equal_settings, runs, position))
                 results[position] = _scaling(runs[position], runs[base], base)
     return results
 
 
 def _scaling(run: RunRecord, base: RunRecord, base_position: int) -> Scaling:
     speed_up = _speed(run) / _speed(base)
-    shared = run.shared or base.shared
-    return Scaling(speed_up, None if shared else speed_up * devices(base) / devices(run), base_position)
+    shared = run.shares_devices or base.shares_devices
+    return Scaling(speed_up, None if shared else speed_up * count_devices(base) / count_devices(run), base_position)
 
 
 def _speed(run: RunRecord) -> float:
@@ -56,12 +56,12 @@ def _speed(run: RunRecord) -> float:
     return 0.0 if slowed or result.status != "completed" else result.speed or 0.0
 
 
-def work(run: RunRecord) -> str:
+def work_key(run: RunRecord) -> str:
     """A key that is the same for runs that do the same work on the same machine."""
-    settings = {k: v for k, v in run.settings.items() if k in _WORK or k.startswith(("model.", "dataset."))}
+    settings = {k: v for k, v in run.settings.items() if k in _WORK_SETTINGS or k.startswith(("model.", "dataset."))}
     return json.dumps([run.machine, run.result.command, settings], sort_keys=True)
 
 
-def _alike(runs: Sequence[RunRecord], first: int, second: int) -> int:
+def _count_equal_settings(runs: Sequence[RunRecord], first: int, second: int) -> int:
     """How many settings the two runs have in common."""
     return sum(runs[second].settings.get(key) == value for key, value in runs[first].settings.items())

@@ -29,7 +29,7 @@ function change(values, remember = true) {
 
 // Simulates other controls; those that cannot be are refused, and false is returned.
 function setControls(controls, remember = true) {
-  const result = gpipe.configured(data, controls);
+  const result = gpipe.configure(data, controls);
   if (!result.timeline) {
     showControls();
     showProblem("This setting is impossible.", result.problem);
@@ -61,9 +61,9 @@ function onField(id, read) {
 function startControls() {
   field("partitions").max = offeredPartitions().length - 1;
   field("micro_batches").max = offeredMicroBatches().length - 1;
-  addChoices("schedule", ORDERS, name => gpipe.isKnown(name) || state.own.schedule === name);
+  addChoices("schedule", ORDERS, name => gpipe.isKnown(name) || state.original.schedule === name);
   addChoices("recompute", RECOMPUTES, () => true);
-  addChoices("placement", PLACEMENTS, name => name !== gpipe.AS_PLANNED || state.own.placement === name);
+  addChoices("placement", PLACEMENTS, name => name !== gpipe.AS_PLANNED || state.original.placement === name);
   onField("partitions", at => offeredPartitions()[at]);
   onField("micro_batches", at => offeredMicroBatches()[at]);
   onField("schedule", String);
@@ -74,7 +74,7 @@ function startControls() {
   onField("link_factor", at => 2 ** (-at / 4));
   onField("own_devices", Boolean);
   field("own_devices").closest(".field").hidden = !devicesShare();
-  field("own").addEventListener("click", () => setControls(state.own));
+  field("own").addEventListener("click", () => setControls(state.original));
 }
 
 function addChoices(id, texts, offered) {
@@ -84,19 +84,19 @@ function addChoices(id, texts, offered) {
 // ---- questions, each answered by a change or a place in the picture ----
 
 function startQuestions() {
-  const {own} = state, most = offeredMicroBatches().at(-1);
-  const more = offeredMicroBatches().findLast(many => many <= 4 * own.micro_batches);
+  const {original} = state, most = offeredMicroBatches().at(-1);
+  const more = offeredMicroBatches().findLast(many => many <= 4 * original.micro_batches);
   ask("Where is the bubble?", showBubble);
-  if (own.micro_batches < most) tryIt(`What would M = ${more} do?`, {micro_batches: more});
-  const keeps = own.recompute === "never";
-  tryIt(keeps ? "What does recomputation cost and save?" : "What if nothing were recomputed?",
+  if (original.micro_batches < most) askWhatIf(`What would M = ${more} do?`, {micro_batches: more});
+  const keeps = original.recompute === "never";
+  askWhatIf(keeps ? "What does recomputation cost and save?" : "What if nothing were recomputed?",
     {recompute: keeps ? "always" : "never"});
-  if (own.schedule !== "1f1b") tryIt("What does 1f1b change?", {schedule: "1f1b"});
+  if (original.schedule !== "1f1b") askWhatIf("What does 1f1b change?", {schedule: "1f1b"});
 }
 
 // Questions are about the run's own setting, whatever was tried before.
-function toOwn() {
-  if (changes().length) setControls(state.own);
+function resetToOriginal() {
+  if (changes().length) setControls(state.original);
 }
 
 function ask(text, answer) {
@@ -110,16 +110,16 @@ function ask(text, answer) {
 }
 
 // One thing changed of the run's own setting, so that the answer is about nothing else.
-function tryIt(text, values) {
+function askWhatIf(text, values) {
   ask(text, () => {
-    setControls({...state.own, ...values});
+    setControls({...state.original, ...values});
     live.textContent = explained.textContent;
   });
 }
 
 // The longest piece of it.
 function showBubble() {
-  toOwn();
+  resetToOriginal();
   const {figure} = state, long = region => region.end - region.start;
   const pieces = [...figure.regions].flatMap(([device, regions]) => regions.map(region => ({...region, device})))
     .filter(region => region.why === "bubble");
@@ -135,14 +135,14 @@ function showBubble() {
 
 // What the changes lead to, against the run's own setting.
 function changeInWords() {
-  const parts = differing(state.figure, state.ownFigure).map(([name, verb, was, now]) =>
+  const parts = differences(state.figure, state.originalFigure).map(([name, verb, was, now]) =>
     `the ${name} ${verb} ${now} instead of ${was}`);
   const text = list(parts) || "step time, recomputation, bubble and memory do not change";
   return `${changes().join("; ")}: ${text}.${smallInWords()}`;
 }
 
 // What is shown otherwise of a simulated step than of another one: [what, verb, of the other, of this one].
-function differing(figure, other) {
+function differences(figure, other) {
   const shown = of => [
     ["step", "takes", duration(of.step_seconds)], ["recomputation", "is", percent(of.breakdown.recompute)],
     ["bubble", "is", percent(of.breakdown.bubble)], [`fullest ${devicesShared(of) ? "device" : "stage"}`, "holds", size(fullestPeak(of))],
@@ -162,11 +162,11 @@ function devicesShared({ofDevice, device_of_stage}) {
 
 // Why more micro-batches can make a step longer: the smaller ones cost more per sample.
 function smallInWords() {
-  const {figure, ownFigure} = state, samples = of => data.setting.samples / of.micro_batches;
+  const {figure, originalFigure} = state, samples = of => data.setting.samples / of.micro_batches;
   const perSample = of => of.stages.reduce((sum, stage) => sum + stage.graph + stage.backward, 0) / samples(of);
-  const factor = perSample(figure) / perSample(ownFigure) / state.controls.backward_factor;
-  if (figure.micro_batches === ownFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
-  const [now, before] = [figure, ownFigure].map(of => decimal(samples(of)));
+  const factor = perSample(figure) / perSample(originalFigure) / state.controls.backward_factor;
+  if (figure.micro_batches === originalFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
+  const [now, before] = [figure, originalFigure].map(of => decimal(samples(of)));
   return ` A micro-batch has ${now} instead of ${before} samples, and each sample takes ` +
     `${factor.toFixed(2)} \u00d7 as long to compute: ` +
     `${factor > 1 ? "small micro-batches use the device less efficiently" : "large micro-batches use the device more efficiently"}.`;
@@ -184,7 +184,7 @@ function showControls() {
   field("recompute").value = controls.recompute;
   field("own_devices").checked = controls.own_devices;
   field("devices-meaning").textContent = devicesInWords();
-  const {placement, stages_per_process} = gpipe.settled(data, controls), several = stages_per_process > 1;
+  const {placement, stages_per_process} = gpipe.resolveControls(data, controls), several = stages_per_process > 1;
   field("stages_per_process").max = controls.partitions;
   field("stages_per_process").disabled = controls.partitions === 1;
   field("stages_per_process").value = stages_per_process;
@@ -195,15 +195,15 @@ function showControls() {
   field("backward_factor").value = 4 * Math.log2(controls.backward_factor);
   field("link_factor").value = -4 * Math.log2(controls.link_factor);
   const faster = 1 / controls.link_factor;
-  say("partitions", controls.partitions);
-  say("micro_batches", controls.micro_batches);
-  say("stages_per_process", several ? `${stages_per_process}: ${state.figure.ofDevice.size} devices` : stages_per_process);
-  say("backward_factor", `1 : ${decimal(backwardRatio())}`);
-  say("link_factor", faster === 1 ? "unchanged" :
+  showValue("partitions", controls.partitions);
+  showValue("micro_batches", controls.micro_batches);
+  showValue("stages_per_process", several ? `${stages_per_process}: ${state.figure.ofDevice.size} devices` : stages_per_process);
+  showValue("backward_factor", `1 : ${decimal(backwardRatio())}`);
+  showValue("link_factor", faster === 1 ? "unchanged" :
     faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
   field("schedule-meaning").textContent = orderInWords();
   field("recompute-meaning").textContent = RECOMPUTES[controls.recompute] + (controls.rows ? ""
-    : against({recompute: controls.recompute === "never" ? "always" : "never"}));
+    : compareWith({recompute: controls.recompute === "never" ? "always" : "never"}));
   field("undo").disabled = !state.history.length;
   field("own").disabled = !changes().length;
 }
@@ -214,26 +214,26 @@ function placementInWords(placement, several) {
   return PLACEMENTS[placement].replace("PLANNED", owner()) + made;
 }
 
-function say(id, text) {
+function showValue(id, text) {
   field(`${id}-value`).textContent = text;
   field(id).setAttribute("aria-valuetext", text);
 }
 
 function orderInWords() {
   const {schedule, rows} = state.controls;
-  if (rows) return `edited, starting from ${schedule}` + against({schedule, rows: undefined});
+  if (rows) return `edited, starting from ${schedule}` + compareWith({schedule, rows: undefined});
   const chosen = schedule === "auto" && data.setting.chosen_order;
   return (chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule]) +
-    against({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
+    compareWith({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
 }
 
 // What is shown against another choice on the same devices, both simulated: no hint can say anything else than the tiles.
-function against(values) {
+function compareWith(values) {
   const {figure, controls} = state, [name] = Object.values(values);
   if (figure.large) return ""; // it would take seconds
-  const other = gpipe.configured(data, {...gpipe.settled(data, controls), ...values});
+  const other = gpipe.configure(data, {...gpipe.resolveControls(data, controls), ...values});
   if (!other.timeline) return "";
-  const parts = differing(other, figure).map(([what, , was, now]) => `\n${what} ${was} \u2192 ${now}`);
+  const parts = differences(other, figure).map(([what, , was, now]) => `\n${what} ${was} \u2192 ${now}`);
   return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : ": no difference."}`;
 }
 
@@ -259,16 +259,16 @@ function backwardRatio() {
 
 // What differs from the run's own setting, in words.
 function changes() {
-  const {controls, own} = state;
+  const {controls, original} = state;
   const names = {partitions: "K", micro_batches: "M", stages_per_process: "stages per device"};
-  const now = gpipe.settled(data, controls);
-  const found = OWN.filter(name => now[name] !== own[name])
-    .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${now[name]}`);
+  const now = gpipe.resolveControls(data, controls);
+  const found = CONTROL_NAMES.filter(name => now[name] !== original[name])
+    .map(name => `${names[name] ?? name} ${original[name]} \u2192 ${now[name]}`);
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
   if (controls.own_devices) found.push("a separate device for each stage");
   if (controls.rows) found.push("edited order");
-  if (found.length && controls.partitions === own.partitions && own.partitions <= 16 &&
+  if (found.length && controls.partitions === original.partitions && original.partitions <= 16 &&
     String(state.figure.balance) !== String(data.cut.balance)) {
     found.push(`a new cut of the layers, ${data.cut.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
   }
@@ -296,15 +296,15 @@ function tile(parent, name, value, ...lines) {
 }
 
 function showNumbers(baseline) {
-  const section = field("numbers"), {figure, ownFigure} = state;
+  const section = field("numbers"), {figure, originalFigure} = state;
   section.replaceChildren();
   const same = !changes().length, devices = figure.ofDevice.size;
   tile(section, "step", duration(figure.step_seconds), same ? measuredLine() :
-    `${difference(figure.step_seconds, ownFigure.step_seconds, "shorter than", "longer than", "as long as")} ` +
-    `with the ${owner()}'s own setting, ${duration(ownFigure.step_seconds)}`);
+    `${difference(figure.step_seconds, originalFigure.step_seconds, "shorter than", "longer than", "as long as")} ` +
+    `with the ${owner()}'s own setting, ${duration(originalFigure.step_seconds)}`);
   tile(section, "samples per second", decimal(figure.samples_per_second), same ? "" :
-    `${difference(figure.samples_per_second, ownFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
-    `with the ${owner()}'s own setting, ${decimal(ownFigure.samples_per_second)}`);
+    `${difference(figure.samples_per_second, originalFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
+    `with the ${owner()}'s own setting, ${decimal(originalFigure.samples_per_second)}`);
   speedUpTile(section, devices, baseline);
   bubbleTile(section, devices);
   memoryTile(section);
@@ -336,11 +336,11 @@ function memoryTile(section) {
   const device = peaks.indexOf(Math.max(...peaks)), stages = stagesOn(figure, device), {limit_bytes} = figure;
   const limit = limit_bytes * stages.length, each = shared ? `of device ${device}` : "per stage";
   const versus = limit && `${peaks[device] > limit ? "over" : "within"} the memory limit of ${size(limit)} ${each}`;
-  const own = changes().length ? `${owner()}'s own setting: ${size(fullestPeak(state.ownFigure))}` : "";
+  const originalPeak = changes().length ? `${owner()}'s own setting: ${size(fullestPeak(state.originalFigure))}` : "";
   const alone = stages.length > 1
     && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for its stages separately`;
   const where = `at most, on ${deviceWord(figure, device)}, without libraries`;
-  const node = tile(section, "", size(peaks[device]), where, alone, versus, own);
+  const node = tile(section, "", size(peaks[device]), where, alone, versus, originalPeak);
   node.firstChild.append(word("memory"));
 }
 
@@ -363,10 +363,10 @@ function word(name) {
 // A term tells its meaning to pointer, keyboard and screen reader.
 function explainWord(node) {
   node.tabIndex = 0;
-  node.setAttribute("aria-description", WORDS[node.dataset.word]);
+  node.setAttribute("aria-description", GLOSSARY[node.dataset.word]);
   const show = () => {
     const {left, bottom} = node.getBoundingClientRect();
-    tip.textContent = WORDS[node.dataset.word];
+    tip.textContent = GLOSSARY[node.dataset.word];
     tip.hidden = false;
     tip.style.left = `${Math.max(4, Math.min(left, innerWidth - tip.offsetWidth - 8))}px`;
     tip.style.top = `${bottom + 6}px`;
@@ -381,7 +381,7 @@ function showShares() {
   const table = field("shares"), step = data.steps[state.recorded];
   const columns = [["simulated", state.figure]];
   if (step) columns.unshift(["measured", step]);
-  if (changes().length) columns.push([`the ${owner()}'s own setting, simulated`, state.ownFigure]);
+  if (changes().length) columns.push([`the ${owner()}'s own setting, simulated`, state.originalFigure]);
   table.replaceChildren();
   const head = table.createTHead().insertRow(), body = table.createTBody();
   head.insertCell();
@@ -397,7 +397,7 @@ function showShares() {
   const share = name => (cell, of) => gauge(cell, name === "idle" ? idleShare(of) : of.breakdown[name]);
   for (const name of ["compute", "recompute", "update", "idle", ...IDLE]) {
     const shown = shareWord(name);
-    row([WORDS[shown] ? word(shown) : shown], share(name), IDLE.includes(name));
+    row([GLOSSARY[shown] ? word(shown) : shown], share(name), IDLE.includes(name));
   }
 }
 
@@ -413,7 +413,7 @@ function gauge(cell, share) {
 function addressOf(controls) {
   const words = new URLSearchParams();
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
-    if (controls[name] !== state.own[name]) words.set(word, controls[name]);
+    if (controls[name] !== state.original[name]) words.set(word, controls[name]);
   }
   if (controls.own_devices) words.set("devices", "own");
   return words;
@@ -431,7 +431,7 @@ function writeAddress() {
 
 // The controls that an address asks for; what it has that is not offered is left as it is.
 function readAddress() {
-  const words = new URLSearchParams(location.hash.slice(1)), controls = {...state.own};
+  const words = new URLSearchParams(location.hash.slice(1)), controls = {...state.original};
   const offered = {
     partitions: value => offeredPartitions().includes(value),
     micro_batches: value => offeredMicroBatches().includes(value),

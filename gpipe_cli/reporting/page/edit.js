@@ -33,7 +33,7 @@ function moveByKey({figure, span}, arrowKey) {
 function moveAction(figure, key, to) {
   pointAt(null);
   const controls = {...state.controls, rows: withMoved(rowsOfLanes(figure), key, to)};
-  const said = outcome(figure, gpipe.configured(data, controls), gpipe.action(key).stage);
+  const said = outcome(figure, gpipe.configure(data, controls), gpipe.action(key).stage);
   setControls(controls);
   explained.textContent = `${key} moved: ${said}`;
 }
@@ -41,11 +41,11 @@ function moveAction(figure, key, to) {
 // What the move of an action of a stage leads to, in time and in memory.
 function outcome(before, now, stage) {
   if (!now.timeline) return `this order cannot run: ${now.problem}.`;
-  const own = of => peak(of.device_memory[of.device_of_stage[stage]]), more = own(now) - own(before);
+  const devicePeak = of => peak(of.device_memory[of.device_of_stage[stage]]), more = devicePeak(now) - devicePeak(before);
   const change = more ? `${size(Math.abs(more))} ${more > 0 ? "more" : "less"} than` : "as much as";
   return `a step of ${duration(now.step_seconds)}, ` +
     `${difference(now.step_seconds, before.step_seconds, "shorter than", "longer than", "as long as")} before. ` +
-    `${capital(deviceWord(now, now.device_of_stage[stage]))} holds up to ${size(own(now))}, ${change} before. ` +
+    `${capital(deviceWord(now, now.device_of_stage[stage]))} holds up to ${size(devicePeak(now))}, ${change} before. ` +
     `Idle: ${percent(idleShare(now))}.`;
 }
 
@@ -61,7 +61,7 @@ function dragAction(event, piece) {
     ghost.bar.setAttribute("x", xOf(start));
     placeInsertion(ghost.line, others, to, piece.stage);
     if (to === was) return;
-    const tried = gpipe.configured(data, {...state.controls, rows: withMoved(rows, key, to)});
+    const tried = gpipe.configure(data, {...state.controls, rows: withMoved(rows, key, to)});
     explained.textContent = `${key} at this place: ${outcome(figure, tried, piece.stage)}`;
   };
   drag(event, follow, done => {
@@ -105,7 +105,7 @@ function saveOrder() {
 // The settings that make gpipe run what is shown.
 function showOrder() {
   const {partitions, micro_batches, schedule, recompute, stages_per_process, placement, rows} =
-    gpipe.settled(data, state.controls);
+    gpipe.resolveControls(data, state.controls);
   const named = !rows && gpipe.isKnown(schedule);
   const settings = {partitions, micro_batches, schedule: named ? schedule : FILE};
   if (named) settings.recompute = recompute;

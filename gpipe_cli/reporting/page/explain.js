@@ -13,7 +13,7 @@ function awaited(figure, action) {
 }
 
 // The action of the same stage whose result this one needs: a backward its forward, or its recomputation.
-function ownSource(figure, action) {
+function sameStageSource(figure, action) {
   const {kind, stage, micro_batch} = action;
   const found = {R: ["F"], B: ["R", "F"], I: ["R", "F"], W: ["I"], F: []}[kind];
   return found.map(needed => figure.spanOf.get(gpipe.key({kind: needed, stage, micro_batch}))).find(Boolean);
@@ -30,7 +30,7 @@ function explainAction(figure, span) {
 // Why an action did not start earlier.
 function whyThen(figure, span) {
   const {action, start} = span;
-  const needed = awaited(figure, action), before = figure.beforeOnDevice.get(span), own = ownSource(figure, action);
+  const needed = awaited(figure, action), before = figure.beforeOnDevice.get(span), earlier = sameStageSource(figure, action);
   const free = before ? before.end : 0;
   if (needed && start - free > shortest(figure)) return waitSentence(figure, span, needed, free);
   if (before) {
@@ -39,7 +39,7 @@ function whyThen(figure, span) {
     return ready && needed.end < free ? `${reason}; ${ready}.` : `${reason}.`;
   }
   if (needed) return `It waits for ${gpipe.key(needed.action)} of stage ${needed.action.stage}.`;
-  return own ? `It needs ${gpipe.key(own.action)}.` : "It is the first action of its device and waits for nothing.";
+  return earlier ? `It needs ${gpipe.key(earlier.action)}.` : "It is the first action of its device and waits for nothing.";
 }
 
 // Of neighbouring stages on one device.
@@ -66,7 +66,7 @@ function shortest(figure) {
 function explainRegion(figure, region) {
   const {device, start, end, why} = region, who = deviceWord(figure, device);
   const first = `${shareWord(why)}, ${duration(end - start)}, from ${duration(start)} to ${duration(end)}:`;
-  if (why === "set_up") return `${first} ${WORDS["set-up"]}`;
+  if (why === "set_up") return `${first} ${GLOSSARY["set-up"]}`;
   const next = figure.ofDevice.get(device).find(span => span.start >= end - NEAR);
   const needed = next && awaited(figure, next.action);
   const cause = why === "imbalance" ? ` Stages have unequal work: ${mostWork(figure)}.` : "";
@@ -113,7 +113,7 @@ function deviceWord(figure, device) {
 
 function explainEvent(figure, event) {
   if (event.what === "update") {
-    return `weight update of ${stageWord(figure, event.stage)}: ${duration(event.end - event.start)}. ${WORDS.update}`;
+    return `weight update of ${stageWord(figure, event.stage)}: ${duration(event.end - event.start)}. ${GLOSSARY.update}`;
   }
   return `${shareWord(event.what)}, ${duration(event.end - event.start)} on ${stageWord(figure, event.stage)}.`;
 }

@@ -232,7 +232,7 @@ function memoryTop(figure) {
 }
 
 function peak({weights, gradients, optimizer, buffers, workspace, held}) {
-  return weights + gradients + optimizer + buffers + workspace + gpipe.greatest(held, 0);
+  return weights + gradients + optimizer + buffers + workspace + gpipe.maxOf(held, 0);
 }
 
 // What a device holds over time, stacked: weights, gradients with the optimizer's state, buffers and work space,
@@ -284,16 +284,16 @@ function addEnds(result) {
     result.items.push({node, at: seconds, top, bottom: result.height - 3});
   };
   line(figure.step_seconds, "end");
-  if (figure.own_seconds && Math.abs(figure.own_seconds / figure.step_seconds - 1) > 1e-3) {
-    line(figure.own_seconds, "ownend");
+  if (figure.original_seconds && Math.abs(figure.original_seconds / figure.step_seconds - 1) > 1e-3) {
+    line(figure.original_seconds, "ownend");
     const text = make("text", {class: "small own", y: result.height + 4}, plot, `the ${owner()}'s own setting`);
-    result.items.push({node: text, own: figure.own_seconds});
+    result.items.push({node: text, original: figure.original_seconds});
   }
   result.more = make("text", {class: "ends more", y: HEADER + 9}, group);
 }
 
 // The room for the picture. To ask for it makes a browser lay out the whole page: not while a slider is dragged.
-function takeWidth() {
+function measureWidth() {
   view.width = Math.max(280, svg.parentNode.clientWidth);
   view.left = view.width < 560 ? 66 : 80;
 }
@@ -353,8 +353,8 @@ function placeItem(item, one, right) {
   if (item.curve) {
     const scale = plotWidth() / view.seconds;
     node.setAttribute("transform", `translate(${view.left - view.start * scale} 0) scale(${scale} 1)`);
-  } else if (item.own !== undefined) {
-    node.setAttribute("x", Math.max(view.left + 68, Math.min(xOf(item.own), right - 68))); // its text is up to 136 wide
+  } else if (item.original !== undefined) {
+    node.setAttribute("x", Math.max(view.left + 68, Math.min(xOf(item.original), right - 68))); // its text is up to 136 wide
   } else if (item.at !== undefined) {
     node.setAttribute("d", `M${xOf(item.at).toFixed(1)} ${item.top}V${item.bottom}`);
   } else {

@@ -5,7 +5,7 @@ const state = {
   controls: null, // those that are simulated
   history: [], // those before, for undo
   figure: null, // what is simulated
-  ownFigure: null, // the run's own setting, simulated: others are compared with it
+  originalFigure: null, // the run's own setting, simulated: others are compared with it
   recorded: 0, // number of the measured step that is shown
   pointed: null, // what the pointer or the focus is on
   dragging: false, // of the pointer
@@ -45,7 +45,7 @@ function measuredFigure() {
 function aboutControls(controls) {
   const short = `K = ${controls.partitions}, M = ${controls.micro_batches}`;
   if (view.width < 720) return short;
-  const {placement, stages_per_process} = gpipe.settled(data, controls);
+  const {placement, stages_per_process} = gpipe.resolveControls(data, controls);
   const placed = stages_per_process > 1 && stages_per_process < controls.partitions ? ` (${placement})` : "";
   const order = (controls.rows ? "edited order" : controls.schedule) + placed;
   return `${short}, ${order}, recompute ${controls.recompute}${controls.own_devices ? ", separate devices" : ""}`;
@@ -76,7 +76,7 @@ function showMeasured() {
 function update(result) {
   const {controls} = state;
   state.figure = simulatedFigure("simulated", result, controls, aboutControls(controls));
-  state.figure.own_seconds = state.ownFigure.step_seconds;
+  state.figure.original_seconds = state.originalFigure.step_seconds;
   const baseline = gpipe.baselineStep(data, controls);
   showSimulated(baseline && simulatedFigure("K = 1", baseline, {micro_batches: 1}, "one device, the whole mini-batch"));
   showControls();
@@ -142,22 +142,22 @@ function showLegend() {
 
 // All figures anew, for another width or with other parts.
 function redraw() {
-  takeWidth();
+  measureWidth();
   showMeasured();
-  update(gpipe.configured(data, state.controls));
+  update(gpipe.configure(data, state.controls));
 }
 
 function start() {
   document.title = `${data.title}: pipeline`;
   field("title").textContent = data.title;
   field("subject").textContent = [data.run, data.commands.at(-1)].filter(Boolean).join(" \u00b7 ");
-  state.own = gpipe.ownControls(data);
+  state.original = gpipe.originalControls(data);
   state.recorded = Math.max(0, data.steps.length - 1);
   startPicture();
   startControls();
   field("own").textContent = `the ${owner()}'s own setting`;
-  state.figure = state.ownFigure = simulatedFigure("simulated", gpipe.configured(data, state.own), state.own, "");
-  state.controls = state.own;
+  state.figure = state.originalFigure = simulatedFigure("simulated", gpipe.configure(data, state.original), state.original, "");
+  state.controls = state.original;
   view.fitted = true;
   startNavigation();
   startEditing();
@@ -176,7 +176,7 @@ function start() {
   });
   startTheme();
   document.querySelectorAll(".word").forEach(explainWord);
-  for (const [name, text] of Object.entries(WORDS)) {
+  for (const [name, text] of Object.entries(GLOSSARY)) {
     field("words").appendChild(document.createElement("dt")).textContent = name;
     field("words").appendChild(document.createElement("dd")).textContent = text;
   }
@@ -184,7 +184,7 @@ function start() {
     setControls(readAddress());
   });
   const asked = readAddress();
-  if (gpipe.configured(data, asked).timeline) state.controls = asked;
+  if (gpipe.configure(data, asked).timeline) state.controls = asked;
   redraw();
 }
 

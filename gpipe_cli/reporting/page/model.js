@@ -22,9 +22,9 @@ function layerCosts(data, M) {
 }
 
 function stageCost(data, layers, first, end) {
-  const of = layers.slice(first, end), own = data.layers.slice(first, end);
+  const of = layers.slice(first, end), stageLayers = data.layers.slice(first, end);
   const [forward, graph, backward, inputs, weights] = range(5, (n) => sum(of.map((layer) => layer[n])));
-  const update = sum(own.map((layer) => layer.update)), added = sum(own.map((layer) => layer.sum));
+  const update = sum(stageLayers.map((layer) => layer.update)), added = sum(stageLayers.map((layer) => layer.sum));
   return {forward, graph, backward, inputs, weights, update, sum: added};
 }
 
@@ -48,21 +48,21 @@ function slowdowns({slowdown, setting}, devices) {
 
 // --- a choice of settings
 
-const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process", "placement"];
+const CONTROL_NAMES = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process", "placement"];
 const AS_PLANNED = "as planned"; // a placement without a name
 
 /** The controls that stand for the plan or the run itself. `own_devices`: nothing that devices of one machine share, as
  *  cores and memory, slows them down. */
-const ownControls = (data) => ({...Object.fromEntries(OWN.map((name) => [name, data.setting[name]])),
+const originalControls = (data) => ({...Object.fromEntries(CONTROL_NAMES.map((name) => [name, data.setting[name]])),
   backward_factor: 1, link_factor: 1, own_devices: false});
 
 /** Whether the page has this order for any setting, and not only that of the plan. */
 const isKnown = (schedule) => SCHEDULES.includes(schedule);
 
 /** The controls with what the order itself decides: where stages are. */
-function settled(data, controls) {
-  const chosen = {...ownControls(data), ...controls};
-  if (OWN.every((name) => chosen[name] === data.setting[name])) return chosen;
+function resolveControls(data, controls) {
+  const chosen = {...originalControls(data), ...controls};
+  if (CONTROL_NAMES.every((name) => chosen[name] === data.setting[name])) return chosen;
   const several = Math.min(chosen.partitions, Math.max(2, chosen.stages_per_process));
   if (chosen.schedule === "interleaved") return {...chosen, placement: "looped", stages_per_process: several};
   return isKnown(chosen.schedule) ? chosen : {...chosen, placement: data.setting.placement};
@@ -70,40 +70,40 @@ function settled(data, controls) {
 
 /** The device of each stage. Throws a line that says why there can be none. */
 function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule, placement}) {
-  const own = data.setting;
-  if (K === own.partitions && each === own.stages_per_process && placement === own.placement) {
+  const original = data.setting;
+  if (K === original.partitions && each === original.stages_per_process && placement === original.placement) {
     return data.device_of_stage;
   }
   if (placement === AS_PLANNED) {
-    throw new Error(`the planned placement requires K = ${own.partitions} and the planned devices; choose another one`);
+    throw new Error(`the planned placement requires K = ${original.partitions} and the planned devices; choose another one`);
   }
   const devices = Math.ceil(K / each);
   if (schedule === "interleaved" && K % devices) {
     const use = `use K = ${Math.ceil(K / devices) * devices}`;
     throw new Error(`${schedule}: ${devices} devices would have unequal numbers of stages; ${use}`);
   }
-  return placed(placement, K, each);
+  return placeStages(placement, K, each);
 }
 
 /** The bytes that each stage must stay below, those of a device together, or null. */
 function limitOf({limit, setting}, device_of_stage) {
   if (!limit) return null;
-  const most = greatest(device_of_stage.map((device) => device_of_stage.filter((other) => other === device).length));
+  const most = maxOf(device_of_stage.map((device) => device_of_stage.filter((other) => other === device).length));
   return Math.floor(limit.bytes / {stage: 1, device: most,
     machine: device_of_stage.length * setting.replicas}[limit.of]);
 }
 
 /** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
-function configured(data, controls) {
+function configure(data, controls) {
   try {
-    return chosenStep(data, settled(data, controls));
+    return chosenStep(data, resolveControls(data, controls));
   } catch (error) {
     return {problem: error.message, timeline: null, rows: null};
   }
 }
 
 function chosenStep(data, chosen) {
-  const {partitions: K, schedule, backward_factor: slower, link_factor: link} = chosen, own = data.setting;
+  const {partitions: K, schedule, backward_factor: slower, link_factor: link} = chosen, original = data.setting;
   const sizes = microBatchSizes(data, chosen.micro_batches), M = sizes.length;
   const costs = layerCosts(data, M);
   if (!costs) throw new Error(`M = ${M}: not among ${Object.keys(data.costs.of).join(", ")}`);
@@ -119,34 +119,34 @@ function chosenStep(data, chosen) {
   }
   const stages = bounds.map(([first, end]) => stageCost(data, layers, first, end));
   const edges = bounds.slice(0, -1).map(([, end]) => ({forward: sends[end - 1][0], backward: sends[end - 1][1]}));
-  const long = longSkips(edges, crossing(skips, balance));
+  const long = longSkips(edges, crossingSkips(skips, balance));
   const ties = data.ties.map((tie) => ({seconds: tie.seconds * linked,
     stages: bounds.flatMap(([first, end], k) => tie.layers.some((at) => first <= at && at < end) ? [k] : [])}));
   const slowdown = chosen.own_devices ? [] : slowdowns(data, devices);
   const bytes = ([base, each], samples) => base + each * samples;
   const fixed = cut.stages.map(({held, buffers, ...stored}, k) => ({...stored, buffers: bytes(buffers, sizes[0]),
-    workspace: greatest(data.layers.slice(...bounds[k]).map(({workspace}) => bytes(workspace, sizes[0])))}));
+    workspace: maxOf(data.layers.slice(...bounds[k]).map(({workspace}) => bytes(workspace, sizes[0])))}));
   const heldSizes = cut.stages.map(({held}, k) => sizes.map((samples) => {
-    const size = (linear) => bytes(linear, own.replays ? sizes[0] : samples);
+    const size = (linear) => bytes(linear, original.replays ? sizes[0] : samples);
     const ways = Object.fromEntries(Object.keys(NONE).map((way) => [way, size(held[way])]));
-    return own.replays && ways.graph ? inPools(ways, data.layers.slice(...bounds[k]), size) : ways;
+    return original.replays && ways.graph ? inPools(ways, data.layers.slice(...bounds[k]), size) : ways;
   }));
-  const skipping = waitingSkips(data, balance, sizes);
-  const memoryOf = (rows) => memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays: own.replays});
-  const missing = (all) => limit === null ? [0] : lacking(all.devices, limit);
-  const rows = rowsFor(data, chosen, device_of_stage, (order) => greatest(missing(memoryOf(order))) <= 0);
+  const skipping = skipsToDistantStages(data, balance, sizes);
+  const memoryOf = (rows) => memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays: original.replays});
+  const missing = (all) => limit === null ? [0] : missingBytes(all.devices, limit);
+  const rows = rowsFor(data, chosen, device_of_stage, (order) => maxOf(missing(memoryOf(order))) <= 0);
   const base = {rows, balance, stages, edges, ties, skips: long, device_of_stage, slowdown,
     micro_batches: M, sizes, devices, limit_bytes: limit};
   const fault = check(rows);
   if (fault) throw new Error(fault);
   const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage, ties, skips: long});
   const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
-  const inAll = memoryOf(rows), lacks = missing(inAll), most = greatest(lacks);
+  const inAll = memoryOf(rows), lacks = missing(inAll), most = maxOf(lacks);
   if (most > 0) {
     const device = lacks.indexOf(most), who = devices < K ? `device ${device}` : `stage ${device_of_stage.indexOf(device)}`;
     problems.push(`${who} lacks ${size(most)}`);
   }
-  const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
+  const result = {...base, timeline, step_seconds, samples_per_second: original.step_samples / step_seconds,
     breakdown: breakdown(timeline, M, step_seconds), memory: inAll.stages, device_memory: inAll.devices};
   return problems.length ? {...result, problem: problems[0]} : result;
 }
@@ -162,7 +162,7 @@ function baselineStep({baseline, layers}, {backward_factor}) {
 }
 
 /** The skips that go from one stage to another, with `sender` and `receiver`. */
-function crossing(skips, balance) {
+function crossingSkips(skips, balance) {
   const stageOf = balance.flatMap((size, k) => range(size, () => k));
   return skips.map((skip) => ({...skip, sender: stageOf[skip.stash], receiver: stageOf[skip.pop]}))
     .filter(({sender, receiver}) => sender < receiver);
@@ -174,7 +174,7 @@ function longSkips(edges, skips) {
   const found = new Map();
   for (const {sender, receiver, forward, backward} of skips) {
     const link = receiver === sender + 1 ? edges[sender]
-      : once(found, `${sender} ${receiver}`, () => ({sender, receiver, forward: 0, backward: 0}));
+      : getOrMake(found, `${sender} ${receiver}`, () => ({sender, receiver, forward: 0, backward: 0}));
     link.forward += forward;
     link.backward += backward;
   }
@@ -182,15 +182,15 @@ function longSkips(edges, skips) {
 }
 
 /** Of each skip between stages that are no neighbours, the bytes of each micro-batch, and of their gradients. */
-function waitingSkips(data, balance, sizes) {
-  return crossing(data.skips, balance).filter(({sender, receiver}) => receiver > sender + 1)
+function skipsToDistantStages(data, balance, sizes) {
+  return crossingSkips(data.skips, balance).filter(({sender, receiver}) => receiver > sender + 1)
     .map((skip) => ({...skip, sizes: sizes.map((samples) => skip.bytes.map(([base, each]) => base + each * samples))}));
 }
 
 /** The ways to hold a micro-batch in a stage of these layers that is replayed as graphs. Its pool also has what a layer's
  *  backward allocates, when the layers after it have freed what they kept. */
 function inPools(ways, layers, size) {
-  const most = greatest(layers.map(({graphs, workspace}) => size(graphs) + size(workspace)));
+  const most = maxOf(layers.map(({graphs, workspace}) => size(graphs) + size(workspace)));
   const graph = ways.graph + most - size(layers.at(-1).graphs);
   return {...ways, graph, weights: graph + ways.gradients};
 }
@@ -199,24 +199,24 @@ function inPools(ways, layers, size) {
  *  {stages, devices}, of each {weights, gradients, optimizer, buffers, workspace, held while each action runs}. Stages
  *  that are replayed as graphs keep what they hold at their fullest moment. */
 function memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays}) {
-  const waiting = peakWaiting(rows, skipping, device_of_stage);
+  const waiting = peakSkipBytes(rows, skipping, device_of_stage);
   const stages = stagesOf(rows).map((actions, k) =>
     ({...fixed[k], buffers: fixed[k].buffers + waiting[k], held: memory(actions, heldSizes[k])}));
-  const own = range(1 + greatest(device_of_stage), (device) => stages.filter((_, k) => device_of_stage[k] === device));
-  if (own.length === stages.length) return {stages, devices: own.flat()};
+  const stagesOfDevice = range(1 + maxOf(device_of_stage), (device) => stages.filter((_, k) => device_of_stage[k] === device));
+  if (stagesOfDevice.length === stages.length) return {stages, devices: stagesOfDevice.flat()};
   const devices = deviceMemory(rows, device_of_stage, heldSizes).map((together, device) => {
-    const all = (name) => own[device].map((of) => of[name]), kept = sum(all("held").map((held) => greatest(held, 0)));
+    const all = (name) => stagesOfDevice[device].map((of) => of[name]), kept = sum(all("held").map((held) => maxOf(held, 0)));
     const held = replays ? together.map(() => kept) : together;
     const stored = ["weights", "gradients", "optimizer", "buffers"].map((name) => [name, sum(all(name))]);
-    return {...Object.fromEntries(stored), workspace: greatest(all("workspace")), held, stages: own[device].length};
+    return {...Object.fromEntries(stored), workspace: maxOf(all("workspace")), held, stages: stagesOfDevice[device].length};
   });
   return {stages, devices};
 }
 
 /** The bytes by which each device is over the limits of its stages together. */
-function lacking(devices, limit) {
+function missingBytes(devices, limit) {
   return devices.map(({held, stages = 1, ...stored}) =>
-    sum(Object.values(stored)) + greatest(held, 0) - stages * limit);
+    sum(Object.values(stored)) + maxOf(held, 0) - stages * limit);
 }
 
 /** The cut: of the plan, or for another K, or for recomputation where the plan has none, the fastest one. */
@@ -230,15 +230,15 @@ function cutOf(data, {partitions: K, recompute}) {
 /** The rows: as edited, those of the plan for its own settings, or an order with recomputation. With `auto` settings
  *  other than the plan's recompute nothing if that fits the memory, and else all that is worth it. */
 function rowsFor(data, chosen, device_of_stage, fits) {
-  const {schedule, recompute, partitions: K, micro_batches: M, rows} = chosen, own = data.setting;
+  const {schedule, recompute, partitions: K, micro_batches: M, rows} = chosen, original = data.setting;
   if (rows) return rows;
-  const planned = data.rows.map((row) => row.map(action)), other = OWN.filter((name) => chosen[name] !== own[name]);
+  const planned = data.rows.map((row) => row.map(action)), other = CONTROL_NAMES.filter((name) => chosen[name] !== original[name]);
   if (!other.length) return planned;
   if (!isKnown(schedule) && other.some((name) => name !== "recompute")) {
-    const known = `K = ${own.partitions}, M = ${own.micro_batches}`;
+    const known = `K = ${original.partitions}, M = ${original.micro_batches}`;
     throw new Error(`the order of ${schedule} requires ${known} and the planned devices; choose another schedule first`);
   }
-  if (schedule === "zero_bubble" && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be split`);
+  if (schedule === "zero_bubble" && !original.splits) throw new Error(`${schedule}: compiled backwards cannot be split`);
   const bare = isKnown(schedule) ? order(schedule, K, M, new Set(device_of_stage).size)
     : planned.map((row) => row.filter((a) => a.kind !== "R"));
   if (recompute !== "auto") return withRecomputation(bare, recompute);
@@ -246,7 +246,7 @@ function rowsFor(data, chosen, device_of_stage, fits) {
 }
 
 window.gpipe = {
-  action, key, greatest, sources, order, withRecomputation, check, csv, microBatches, AS_PLANNED, placed,
-  rowsOfDevices, settled, isKnown, simulate, breakdown, idleRegions, memory, peakWaiting, stagesOf, lastTransfer,
-  slowdowns, ownControls, configured, baselineStep,
+  action, key, maxOf, sources, order, withRecomputation, check, csv, microBatches, AS_PLANNED, placeStages,
+  rowsOfDevices, resolveControls, isKnown, simulate, breakdown, idleRegions, memory, peakSkipBytes, stagesOf, lastTransfer,
+  slowdowns, originalControls, configure, baselineStep,
 };

@@ -52,8 +52,8 @@ function placePointed() {
     const needed = source(figure, other.action);
     if (needed) arrow(group, figure.kind, needed, other, "arrow before");
   }
-  const needed = source(figure, span.action), own = ownSource(figure, span.action);
-  if (own && span.start - own.end > NEAR) arc(group, figure.kind, own, span);
+  const needed = source(figure, span.action), earlier = sameStageSource(figure, span.action);
+  if (earlier && span.start - earlier.end > NEAR) arc(group, figure.kind, earlier, span);
   if (needed) arrow(group, figure.kind, needed, span, "arrow");
 }
 
@@ -82,13 +82,13 @@ function arc(group, kind, from, to, name = "arrow before") {
 
 function stepsEnd() {
   const shown = [...drawn.values()].map(one => one.figure).filter(figure => figure.kind !== "K = 1");
-  return Math.max(...shown.map(figure => figure.step_seconds), state.ownFigure.step_seconds);
+  return Math.max(...shown.map(figure => figure.step_seconds), state.originalFigure.step_seconds);
 }
 
 // ---- moving in time ----
 
 function longest() {
-  return Math.max(...[...drawn.values()].map(one => one.figure.step_seconds), state.ownFigure.step_seconds) * 1.02;
+  return Math.max(...[...drawn.values()].map(one => one.figure.step_seconds), state.originalFigure.step_seconds) * 1.02;
 }
 
 function fit() {

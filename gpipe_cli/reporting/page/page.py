@@ -18,7 +18,7 @@ from gpipe_cli.system.files import write_whole
 
 PAGE = "pipeline.html"
 MAX_STEPS = 12
-HUES = 241  # colours per kind of action; for up to 16 micro-batches, nearly all equal those of timeline.png
+HUE_STEPS = 241  # colours per kind of action; for up to 16 micro-batches, nearly all equal those of timeline.png
 MAX_BARS = 8000  # measured bars of all steps together; more bars would make a page of many megabytes
 
 # The order matters: each script uses names that earlier ones define.
@@ -29,7 +29,7 @@ SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
 STYLES = ("../style.css", "page.css", "lanes.css")
 
 
-class About(TypedDict, total=False):
+class PageContext(TypedDict, total=False):
     """What a page says beside the simulation."""
 
     commands: Sequence[str]  # the command lines as typed
@@ -39,16 +39,16 @@ class About(TypedDict, total=False):
 
 
 @cache
-def shared() -> dict[str, Any]:
+def shared_data() -> dict[str, Any]:
     """What the pages of all runs and plans are drawn from: colours, and the bytes held around actions."""
     return {
-        "colours": {what: [colour(what, n, HUES) for n in range(HUES)] for what in ACTIONS},
+        "colours": {what: [colour(what, n, HUE_STEPS) for n in range(HUE_STEPS)] for what in ACTIONS},
         "holds": {f"{kind} {retain}": around for (kind, retain), around in HOLDS.items()},
     }
 
 
 def write_page(
-    path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Unpack[About]
+    path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Unpack[PageContext]
 ) -> None:
     """Writes the page of `simulation_data`, with the newest of `steps`, at most MAX_STEPS with at most MAX_BARS bars;
     if the newest step alone has too many, an image of it is shown. Raises OSError."""
@@ -60,31 +60,31 @@ def write_page(
         "launched": (),
         **about,
         **data,
-        **_measured(steps),
+        **_measured_steps(steps),
     }
-    page = assembled(
-        "page.html", data=in_script(shared() | values), css="".join(map(part, STYLES)),
-        script="\n".join(map(part, SCRIPTS)),
+    page = fill_template(
+        "page.html", data=to_script_json(shared_data() | values), css="".join(map(read_part, STYLES)),
+        script="\n".join(map(read_part, SCRIPTS)),
     )  # fmt: skip
     write_whole(path, page)
 
 
-def assembled(template: str, **parts: str) -> str:
+def fill_template(template: str, **parts: str) -> str:
     """The document `template` of this folder with `parts` in the places of their names: {{css}}."""
-    first, *others = part(template).split("{{")
+    first, *others = read_part(template).split("{{")
     return first + "".join(parts[name] + text for name, _, text in (other.partition("}}") for other in others))
 
 
-def in_script(values: Mapping[str, Any]) -> str:
+def to_script_json(values: Mapping[str, Any]) -> str:
     """`values` as JSON for a `script` element: without any `<`, it can contain neither an end tag nor a comment."""
     return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def part(name: str) -> str:
+def read_part(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-def _measured(steps: Sequence[StepPicture]) -> dict[str, Any]:
+def _measured_steps(steps: Sequence[StepPicture]) -> dict[str, Any]:
     """The newest steps, the newest last, and how many older ones are left out to limit the size of the page."""
     shown: list[dict[str, Any]] = []
     room = MAX_BARS

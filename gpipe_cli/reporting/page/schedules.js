@@ -6,14 +6,14 @@ const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]; // of others 
 
 const act = (kind, stage, micro_batch) => ({kind, stage, micro_batch});
 const key = (a) => `${a.stage}${a.kind}${a.micro_batch}`;
-const returns = (a) => a.kind === "B" || a.kind === "I";
+const sendsGradient = (a) => a.kind === "B" || a.kind === "I";
 const NEEDED = {F: [], R: ["F"], B: ["F", "R"], I: ["F", "R"], W: ["I"]}; // before it, on the same stage
 const range = (count, make = (n) => n) => Array.from({length: count}, (_, n) => make(n));
 const sum = (values) => values.reduce((total, value) => total + value, 0);
-const greatest = (values, least = -Infinity) => values.reduce((most, value) => Math.max(most, value), least);
+const maxOf = (values, least = -Infinity) => values.reduce((most, value) => Math.max(most, value), least);
 
 /** What was made for a name before, or is made now. */
-function once(known, name, make) {
+function getOrMake(known, name, make) {
   if (!known.has(name)) known.set(name, make());
   return known.get(name);
 }
@@ -27,7 +27,7 @@ function action(text) {
 
 /** What each stage does, in order. */
 function stagesOf(rows) {
-  const stages = range(1 + greatest(rows.flat().map((a) => a.stage), -1), () => []);
+  const stages = range(1 + maxOf(rows.flat().map((a) => a.stage), -1), () => []);
   for (const row of rows) for (const a of row) stages[a.stage].push(a);
   return stages;
 }
@@ -39,15 +39,15 @@ function rowsOf(rows) {
   return found;
 }
 
-const microBatches = (rows) => 1 + greatest(rows.flat().map((a) => a.micro_batch), -1);
+const microBatches = (rows) => 1 + maxOf(rows.flat().map((a) => a.micro_batch), -1);
 
 /** A function: the key of the action of another stage whose result an action waits for, or null. */
 function sources(rows) {
-  const last = greatest(rows.flat().map((a) => a.stage), -1);
+  const last = maxOf(rows.flat().map((a) => a.stage), -1);
   const split = new Set(rows.flat().filter((a) => a.kind === "I").map(key));
   return (a) => {
     if (a.kind === "F" && a.stage > 0) return key(act("F", a.stage - 1, a.micro_batch));
-    if (!returns(a) || a.stage === last) return null;
+    if (!sendsGradient(a) || a.stage === last) return null;
     const half = key(act("I", a.stage + 1, a.micro_batch));
     return split.has(half) ? half : key(act("B", a.stage + 1, a.micro_batch));
   };
@@ -56,7 +56,7 @@ function sources(rows) {
 // --- where stages are
 
 /** The device of each of K stages: neighbours, with `each` of them on a device but the last, looped, or v. */
-function placed(name, K, each) {
+function placeStages(name, K, each) {
   const devices = Math.ceil(K / each), there = (stage) => Math.floor(stage / devices) % 2 === 0;
   switch (name) {
     case "neighbours": return range(K, (stage) => Math.floor(stage / each));
@@ -70,8 +70,8 @@ function placed(name, K, each) {
 
 /** A row for each device: its stages' actions in an order in which it can perform them. */
 function rowsOfDevices(rows, device_of_stage) {
-  const devices = range(1 + greatest(device_of_stage), () => []);
-  for (const a of linearize(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
+  const devices = range(1 + maxOf(device_of_stage), () => []);
+  for (const a of topologicalOrder(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
   return devices;
 }
 
@@ -127,7 +127,7 @@ function backwardFollowsForward(stageActions) {
   const left = stageActions.filter((a) => a.kind !== "R"), found = new Set();
   left.forEach((a, n) => {
     const before = left[n - 1];
-    if (returns(a) && before && before.kind === "F" && before.micro_batch === a.micro_batch) found.add(a.micro_batch);
+    if (sendsGradient(a) && before && before.kind === "F" && before.micro_batch === a.micro_batch) found.add(a.micro_batch);
   });
   return found;
 }
@@ -138,16 +138,16 @@ function withRecomputation(rows, mode) {
   const recomputed = stagesOf(rows).map((actions, k) => {
     if (mode === "never") return new Set();
     const free = mode === "except_last" ? backwardFollowsForward(actions) : new Set();
-    return new Set(actions.filter((a) => returns(a) && !free.has(a.micro_batch)).map((a) => a.micro_batch));
+    return new Set(actions.filter((a) => sendsGradient(a) && !free.has(a.micro_batch)).map((a) => a.micro_batch));
   });
-  const needed = (a) => returns(a) && recomputed[a.stage].has(a.micro_batch);
+  const needed = (a) => sendsGradient(a) && recomputed[a.stage].has(a.micro_batch);
   return rows.map((row) => row.flatMap((a) => needed(a) ? [act("R", a.stage, a.micro_batch), a] : [a]));
 }
 
 /** What a stage retains of the micro-batch after each of its actions: nothing, input, graph or weights. */
-function retained(stageActions) {
+function savedAfterActions(stageActions) {
   const ofKind = (test) => new Set(stageActions.filter(test).map((a) => a.micro_batch));
-  const backward = ofKind(returns), recomputed = ofKind((a) => a.kind === "R");
+  const backward = ofKind(sendsGradient), recomputed = ofKind((a) => a.kind === "R");
   return stageActions.map((a) => {
     if (a.kind === "B" || a.kind === "W" || !backward.has(a.micro_batch)) return "nothing";
     if (a.kind === "I") return "weights";
@@ -189,11 +189,11 @@ function before(one, other) {
 }
 
 /** The actions in an order in which one process can perform them. Throws if there is none. */
-function linearize(rows, device_of_stage) {
+function topologicalOrder(rows, device_of_stage) {
   const home = rowsOf(rows), source = sources(rows), device = device_of_stage || home;
   const next = rows.map(() => 0), ended = new Set();
   const urgency = (a) => [["B", "I", "R", "F", "W"].indexOf(a.kind), a.kind === "F" ? -a.stage : a.stage];
-  const ready = range(1 + greatest(device), () => new Heap()), offered = new Set(), performed = [];
+  const ready = range(1 + maxOf(device), () => new Heap()), offered = new Set(), ordered = [];
   let changed = new Set(rows.keys());
   while (changed.size) {
     for (const row of changed) {
@@ -213,10 +213,10 @@ function linearize(rows, device_of_stage) {
       for (const k of [a.stage - 1, a.stage, a.stage + 1]) if (home[k] !== undefined) changed.add(home[k]);
     }
     const place = (a) => a.kind === "F" ? [0, a.stage] : [1, -a.stage];
-    performed.push(...tick.sort((a, b) => before(place(a), place(b)) ? -1 : 1));
+    ordered.push(...tick.sort((a, b) => before(place(a), place(b)) ? -1 : 1));
   }
   if (rows.some((row, number) => next[number] < row.length)) throw new Error("deadlock");
-  return performed;
+  return ordered;
 }
 
 /** null, or why rows, of which each has the right actions, cannot run in their order. */
@@ -230,13 +230,13 @@ function check(rows) {
     }
   }
   for (const [sender, receiver, travels] of range(stages.length - 1).flatMap((k) =>
-    [[k, k + 1, (a) => a.kind === "F"], [k + 1, k, returns]])) {
+    [[k, k + 1, (a) => a.kind === "F"], [k + 1, k, sendsGradient]])) {
     const received = stages[receiver].filter(travels);
     const n = stages[sender].filter(travels).findIndex((a, at) => a.micro_batch !== received[at].micro_batch);
     if (n >= 0) return `stage ${receiver} expects ${key(received[n])} while stage ${sender} sends another micro-batch`;
   }
   try {
-    linearize(rows);
+    topologicalOrder(rows);
   } catch {
     return "stages would wait for each other in a circle";
   }

@@ -9,14 +9,14 @@
  *  Throws for a schedule that deadlocks. */
 function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null, ties = [], skips = []}) {
   const device = device_of_stage && device_of_stage.length ? device_of_stage : rowsOf(rows), source = sources(rows);
-  const devices = range(1 + greatest(device)), left = devices.map(() => []), next = devices.map(() => 0);
+  const devices = range(1 + maxOf(device)), left = devices.map(() => []), next = devices.map(() => 0);
   const retains = new Map(), seconds = {B: "backward", I: "inputs", W: "weights"};
   const ofStage = stagesOf(rows).map((actions) => {
-    retained(actions).forEach((what, n) => retains.set(key(actions[n]), what));
+    savedAfterActions(actions).forEach((what, n) => retains.set(key(actions[n]), what));
     return actions.length;
   });
   const cost = (a) => stages[a.stage][seconds[a.kind] || (retains.get(key(a)) === "graph" ? "graph" : "forward")];
-  for (const a of linearize(rows, device)) left[device[a.stage]].push(a);
+  for (const a of topologicalOrder(rows, device)) left[device[a.stage]].push(a);
   const updates = devices.map((d) => [...stages.keys()].filter((k) => device[k] === d && stages[k].update > 0));
   const spans = stages.map(() => []), events = stages.map(() => []);
   const free = devices.map(() => 0), started = devices.map(() => 0), addedUp = devices.map(() => 0);
@@ -40,7 +40,7 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     const a = left[d][next[d]];
     if (!a) {
       if (awaitsTied(d)) return;
-      const summed = greatest(tied[d].map(({having, seconds}) => greatest(having.map((o) => addedUp[o])) + seconds),
+      const summed = maxOf(tied[d].map(({having, seconds}) => maxOf(having.map((o) => addedUp[o])) + seconds),
         addedUp[d]);
       if (summed > now) {
         events[device.indexOf(d)].push({what: "transfer", start: now, end: summed, action: null});
@@ -102,8 +102,8 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
 
   /** When all that an action needs is there. */
   function arrivalOf(a, sent) {
-    const came = once(transfers, key(a), () => (a.kind === "F" ? ahead : back)[a.stage].map((link) => carry(link, a)));
-    return greatest(came.map((transfer) => transfer.end), sent);
+    const came = getOrMake(transfers, key(a), () => (a.kind === "F" ? ahead : back)[a.stage].map((link) => carry(link, a)));
+    return maxOf(came.map((transfer) => transfer.end), sent);
   }
 
   /** A link moves one micro-batch after another. */
@@ -146,13 +146,13 @@ function gap(a, free, start, sent) {
 function windowOf(timeline) {
   const spans = timeline.spans.flat();
   if (!spans.length) return [0, 0];
-  return [-greatest(spans.map((span) => -span.start)), greatest(spans.map((span) => span.end))];
+  return [-maxOf(spans.map((span) => -span.start)), maxOf(spans.map((span) => span.end))];
 }
 
 /** Of the last action, or of what comes after it. */
-const endOf = (timeline) => greatest(timeline.events.flat().map((event) => event.end), windowOf(timeline)[1]);
+const endOf = (timeline) => maxOf(timeline.events.flat().map((event) => event.end), windowOf(timeline)[1]);
 
-const inside = (event, begin, end) => Math.max(0, Math.min(event.end, end) - Math.max(event.start, begin));
+const overlapSeconds = (event, begin, end) => Math.max(0, Math.min(event.end, end) - Math.max(event.start, begin));
 
 /** Of each device, the actions and events of its stages and how long it was busy, idle and neither. */
 function devicesOf(timeline, stepSeconds) {
@@ -167,9 +167,9 @@ function devicesOf(timeline, stepSeconds) {
   return [...found.values()].map((one) => {
     const besides = one.events.filter((event) => event.what === "transfer" || event.what === "update");
     const busy = sum(one.spans.map((span) => span.end - span.start));
-    const within = sum(besides.map((event) => inside(event, begin, end)));
+    const within = sum(besides.map((event) => overlapSeconds(event, begin, end)));
     const alone = besides.filter((event) => event.action === null);
-    const outside = sum(alone.map((event) => event.end - event.start - inside(event, begin, end)));
+    const outside = sum(alone.map((event) => event.end - event.start - overlapSeconds(event, begin, end)));
     const setUp = Math.max(0, stepSeconds - (end - begin) - outside);
     return {...one, besides, busy, idle: Math.max(0, end - begin - busy - within), setUp};
   });
@@ -177,7 +177,7 @@ function devicesOf(timeline, stepSeconds) {
 
 /** Seconds of imbalance of each device: what it has less to do than the busiest one, as far as it is idle. */
 function imbalances(devices, M) {
-  const most = greatest(devices.map((one) => one.busy));
+  const most = maxOf(devices.map((one) => one.busy));
   const unequal = devices.map((one) => (most - one.busy) * (M - 1) / M);
   const found = devices.map((one, n) => Math.min(one.idle, unequal[n]));
   let rest = Math.min(sum(devices.map((one) => one.idle)), sum(unequal)) - sum(found);
@@ -194,7 +194,7 @@ function breakdown(timeline, M, stepSeconds) {
   const busy = sum(devices.map((one) => one.busy)), idle = sum(devices.map((one) => one.idle));
   const again = timeline.spans.flat().filter((span) => span.action.kind === "R");
   const recompute = sum(again.map((span) => span.end - span.start));
-  const length = (event) => event.action === null ? event.end - event.start : inside(event, begin, end);
+  const length = (event) => event.action === null ? event.end - event.start : overlapSeconds(event, begin, end);
   const of = (what) => devices.flatMap((one) => one.besides).filter((event) => event.what === what);
   const transfer = sum(of("transfer").map(length)), update = sum(of("update").map((event) => event.end - event.start));
   const setUp = sum(devices.map((one) => one.setUp)), imbalance = Math.min(idle, sum(imbalances(devices, M)));
@@ -211,8 +211,8 @@ function idleRegions(timeline, M, stepSeconds) {
   const [begin, end] = windowOf(timeline), devices = devicesOf(timeline, stepSeconds), unequal = imbalances(devices, M);
   const found = devices.map((one, n) => {
     const within = one.besides.map((e) => ({start: Math.max(e.start, begin), end: Math.min(e.end, end)}));
-    const waits = between([...one.spans, ...within], begin, end);
-    const first = -greatest(one.spans.map((span) => -span.start)), last = greatest(one.spans.map((span) => span.end));
+    const waits = gapsBetween([...one.spans, ...within], begin, end);
+    const first = -maxOf(one.spans.map((span) => -span.start)), last = maxOf(one.spans.map((span) => span.end));
     const outer = (wait) => wait.end <= first || wait.start >= last ? 1 : 0;
     const regions = [];
     let left = unequal[n];
@@ -227,7 +227,7 @@ function idleRegions(timeline, M, stepSeconds) {
       regions.push({start: cut.start, end: cut.end, why: "transfer"});
     }
     const alone = one.besides.filter((event) => event.action === null);
-    const step = between([{start: begin, end}, ...alone], Math.min(0, begin), Math.min(0, begin) + stepSeconds);
+    const step = gapsBetween([{start: begin, end}, ...alone], Math.min(0, begin), Math.min(0, begin) + stepSeconds);
     regions.push(...step.map((wait) => ({...wait, why: "set_up"})));
     const seen = regions.filter((region) => region.end > region.start).sort((a, b) => a.start - b.start);
     return [one.device, seen];
@@ -236,7 +236,7 @@ function idleRegions(timeline, M, stepSeconds) {
 }
 
 /** The parts of a window that none of `pieces` covers. */
-function between(pieces, begin, end) {
+function gapsBetween(pieces, begin, end) {
   const found = [];
   let free = begin;
   for (const piece of [...pieces].sort((a, b) => a.start - b.start)) {
@@ -252,8 +252,8 @@ const NONE = {graph: 0, input: 0, gradients: 0, weights: 0};
 
 /** The bytes held for micro-batches in flight while each action of a stage runs, and after it: [during, after];
  *  `sizes` of each micro-batch. */
-function around(stageActions, sizes) {
-  const kept = retained(stageActions), ways = Object.keys(NONE);
+function bytesHeld(stageActions, sizes) {
+  const kept = savedAfterActions(stageActions), ways = Object.keys(NONE);
   let now = 0;
   return stageActions.map((a, n) => {
     const bytes = (counts) => sum(counts.map((count, way) => count * sizes[a.micro_batch][ways[way]]));
@@ -262,13 +262,13 @@ function around(stageActions, sizes) {
   });
 }
 
-const memory = (stageActions, sizes) => around(stageActions, sizes).map(([during]) => during);
+const memory = (stageActions, sizes) => bytesHeld(stageActions, sizes).map(([during]) => during);
 
 /** The bytes that all stages of each device hold for micro-batches in flight while each of its actions runs; `sizes` of
  *  each stage and micro-batch. */
 function deviceMemory(rows, device_of_stage, sizes) {
   const of = new Map();
-  stagesOf(rows).forEach((actions, k) => around(actions, sizes[k]).forEach((bytes, n) => of.set(key(actions[n]), bytes)));
+  stagesOf(rows).forEach((actions, k) => bytesHeld(actions, sizes[k]).forEach((bytes, n) => of.set(key(actions[n]), bytes)));
   return rowsOfDevices(rows, device_of_stage).map((row) => {
     const now = new Map();
     let all = 0;
@@ -283,11 +283,11 @@ function deviceMemory(rows, device_of_stage, sizes) {
 
 /** For each stage, the most bytes of skips that wait there to be taken up, and of gradients that wait for the backward.
  *  `skips`: {sender, receiver, sizes}, with the bytes there and back of each micro-batch. */
-function peakWaiting(rows, skips, device_of_stage) {
+function peakSkipBytes(rows, skips, device_of_stage) {
   const stages = rowsOf(rows), now = stages.map(() => 0), most = stages.map(() => 0);
-  for (const a of skips.length ? linearize(rows, device_of_stage) : []) {
+  for (const a of skips.length ? topologicalOrder(rows, device_of_stage) : []) {
     const forward = a.kind === "F";
-    for (const {sender, receiver, sizes} of forward || returns(a) ? skips : []) {
+    for (const {sender, receiver, sizes} of forward || sendsGradient(a) ? skips : []) {
       const size = sizes[a.micro_batch][forward ? 0 : 1];
       const [first, second] = forward ? [sender, receiver] : [receiver, sender];
       if (a.stage === second) {
@@ -304,5 +304,5 @@ function peakWaiting(rows, skips, device_of_stage) {
 /** Of what comes for an action over links, what is there last; undefined if nothing does. */
 function lastTransfer(timeline, a) {
   const came = timeline.transfers.get(key(a)) || [];
-  return came.find((transfer) => transfer.end === greatest(came.map(({end}) => end)));
+  return came.find((transfer) => transfer.end === maxOf(came.map(({end}) => end)));
 }

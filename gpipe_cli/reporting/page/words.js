@@ -26,7 +26,7 @@ const RECOMPUTES = {
   auto: "recomputes as few micro-batches as the memory allows; with settings other than the plan's: none, or as " +
     "except_last if that does not fit",
 };
-const WORDS = {
+const GLOSSARY = {
   stage: "A part of the model: some consecutive layers. It has its own device, or shares one with other stages. Each " +
     "stage has a row; non-adjacent stages of one device share a row, in which later stages are drawn lower.",
   placement: "Which stages each device has, if devices have several. Nothing is sent between stages of the same device.",

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.reporting.plots.timeline_values import MAX_ACTIONS, TimelineView, window_of
+from gpipe_cli.reporting.plots.timeline_values import MAX_ACTIONS, TimelineView, last_stages_and_actions
 from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.schedule.timeline import Event, EventKind, Span
 from gpipe_cli.system.files import write_whole
@@ -46,7 +46,7 @@ def chrome_trace(steps: Sequence[TimelineView]) -> list[TraceEvent]:
 
 def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
     stages = len(step.timeline.stages)
-    step = window_of(step, stages, MAX_ACTIONS // stages)
+    step = last_stages_and_actions(step, stages, MAX_ACTIONS // stages)
     timeline = step.timeline
     spans = {span.action: span for row in timeline.stages for span in row}
     rows: list[list[Span | Event]] = [
@@ -66,7 +66,9 @@ def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
             start, end = microseconds(piece.start_seconds), microseconds(piece.end_seconds)
             duration = round(1000 * (end - start)) / 1000
             if duration or isinstance(piece, Span):  # an arrow would end at a wait of no length, not at its action
-                yield {"ph": "X", "tid": stage, "ts": start, "dur": duration, "args": {"stage": stage}} | _look(piece)
+                yield {"ph": "X", "tid": stage, "ts": start, "dur": duration, "args": {"stage": stage}} | _slice_style(
+                    piece
+                )
     schedule = Schedule(tuple(span.action for span in row) for row in timeline.stages)
     for action, span in spans.items():  # arrows follow the slices, to which readers attach them
         if (needed := schedule.source(action)) is not None and (source := spans.get(needed)) is not None:
@@ -76,7 +78,7 @@ def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
             yield {**arrow, "ph": "f", "ts": microseconds(span.start_seconds), "tid": action.stage, "bp": "e"}
 
 
-def _look(piece: Span | Event) -> TraceEvent:
+def _slice_style(piece: Span | Event) -> TraceEvent:
     """Name, category and colour of a slice."""
     if isinstance(piece, Event):
         name = f"{piece.what} ({piece.action})" if piece.action else piece.what

@@ -18,8 +18,8 @@ _LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13
 INK, PALE_INK, GRID = "#25262c", "#71737d", "#d5d6dc"
 IDLE, IDLE_LINE = "#f0f0f2", "#d0d0d6"  # background of an idle device, and the lines of its hatching
 WAITING, TRANSFER, UPDATE = "#e0e0e5", "#8a8c96", "#3e404a"
-_WITHOUT_HUE = {"waiting": WAITING, "transfer": TRANSFER, "update": UPDATE}
-WORDS = {
+_NEUTRAL_COLOURS = {"waiting": WAITING, "transfer": TRANSFER, "update": UPDATE}
+KIND_NAMES = {
     "F": "forward",
     "R": "recompute",
     "B": "backward",
@@ -35,8 +35,8 @@ OTHERWISE_IDLE = "other idle time"  # legend entry for time without a bar
 @cache
 def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour:
     """The colour of a bar; ``micro_batches`` is M."""
-    if what in _WITHOUT_HUE:
-        return _WITHOUT_HUE[what]
+    if what in _NEUTRAL_COLOURS:
+        return _NEUTRAL_COLOURS[what]
     return _blue_to_yellow(*_LIGHTNESS_AND_CHROMA[what], micro_batch or 0, micro_batches)
 
 

@@ -25,14 +25,14 @@ def new_figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Figu
     return Figure(figsize=(width_inches, height_inches), dpi=DPI, facecolor="white")
 
 
-def without_frame(axes: Axes) -> None:
+def hide_frame(axes: Axes) -> None:
     for side in axes.spines.values():
         side.set_visible(False)
     axes.tick_params(axis="both", which="both", length=0, pad=5, labelsize=9, labelcolor=PALE_INK)
     axes.set_axisbelow(True)
 
 
-def pixels(figure: Figure) -> Picture:
+def to_pixels(figure: Figure) -> Picture:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

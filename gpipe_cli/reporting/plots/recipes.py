@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK, oklch, run_colour
-from gpipe_cli.reporting.plots.picture import Picture, new_figure, pixels, without_frame
+from gpipe_cli.reporting.plots.picture import Picture, hide_frame, new_figure, to_pixels
 from gpipe_cli.reporting.plots.timeline_values import SHARES
-from gpipe_cli.reporting.run.step_breakdown import share_word
+from gpipe_cli.reporting.run.step_breakdown import share_label
 
 MIN_LABELED_FRACTION = 0.03  # a smaller share of a bar has no room for its number
 # Lightness, chroma, hue: useful work is dark, repeated work lighter, waiting and the rest pale.
@@ -32,7 +32,7 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
     left = [0.0] * len(bars)
     for name in SHARES:
         widths = [shares.get(name, 0.0) for _, shares in bars]
-        drawn = axes.barh(range(len(bars)), widths, 0.66, left, color=oklch(*COLOURS[name]), label=share_word(name))
+        drawn = axes.barh(range(len(bars)), widths, 0.66, left, color=oklch(*COLOURS[name]), label=share_label(name))
         words = [f"{100 * width:.1f}" if width >= MIN_LABELED_FRACTION else "" for width in widths]
         axes.bar_label(drawn, words, label_type="center", fontsize=9, color="white" if COLOURS[name][0] < 0.6 else INK)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
@@ -40,9 +40,9 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
     axes.set_xlim(0, 1)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
-    without_frame(axes)
+    hide_frame(axes)
     figure.legend(loc="outside upper left", ncols=len(SHARES), frameon=False, fontsize=9)
-    return pixels(figure)
+    return to_pixels(figure)
 
 
 def draw_scaling(panels: Mapping[str, Lines]) -> Picture:
@@ -66,9 +66,9 @@ def draw_scaling(panels: Mapping[str, Lines]) -> Picture:
         axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
         axes.grid(color=GRID, linewidth=0.6)
         axes.set_xlabel("devices", fontsize=9, color=PALE_INK, loc="right")
-        without_frame(axes)
+        hide_frame(axes)
     figure.axes[0].set_ylabel("samples/s per device, relative to the fewest devices", fontsize=9, color=PALE_INK)
     figure.legend(
         handles=[handles[name] for name in names], loc="outside lower left", ncols=2, frameon=False, fontsize=9
     )
-    return pixels(figure)
+    return to_pixels(figure)

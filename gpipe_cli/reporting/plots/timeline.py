@@ -17,7 +17,14 @@ from matplotlib.ticker import MaxNLocator
 
 from gpipe_cli.reporting.plots import palette, picture
 from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
-from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent, window_of
+from gpipe_cli.reporting.plots.timeline_values import (
+    ACTIONS,
+    BarKind,
+    TimelineView,
+    axis_unit,
+    last_stages_and_actions,
+    to_percent,
+)
 from gpipe_cli.units import duration
 
 MAX_BARS = 3000  # bars of all panels together; more bars are drawn plain
@@ -41,7 +48,7 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
     """The timelines one below the other on a common time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
     figure_width, left, right, title = WIDE if not narrow else NARROW
-    views = [window_of(view, SHOWN_STAGES, SHOWN_ACTIONS) for view in views]
+    views = [last_stages_and_actions(view, SHOWN_STAGES, SHOWN_ACTIONS) for view in views]
     rows = [range(max(0, len(view.stages) - SHOWN_STAGES) if view.window else 0, len(view.stages)) for view in views]
     heights = [min(ROW_INCHES * len(shown), PANEL_INCHES) for shown in rows]
     kinds = {bar.what for view in views for bars in view.stages for bar in bars}
@@ -57,18 +64,18 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
         top -= title + height
         axes = _add_axes(figure, left, top, width, height)
         _name_stages(axes, shown)
-        words = f"{view.window}; time in {name}" if view.window else f"time since the step began, {name}"
-        _show_axis(axes, end, unit, words if view is views[-1] else "")
-        shares = in_percent(view.breakdown)
+        label = f"{view.window}; time in {name}" if view.window else f"time since the step began, {name}"
+        _show_axis(axes, end, unit, label if view is views[-1] else "")
+        shares = to_percent(view.breakdown)
         idle = f"idle {shares['idle']:.1f} %, including bubble {shares['bubble']:.1f} %"
         numbers = f"step {duration(view.step_seconds)}{', ' if narrow else '   '}{idle}"
         note = f", {view.note}" if view.note and not narrow else ""
         _put_titles(axes, f"{view.kind}  ·  {view.title}{note}", numbers, narrow)
         _bars(axes, view, micro_batches, single)
         if single:
-            _names(axes, view, micro_batches, width / (end * MARGIN), height / len(shown))
+            _label_bars(axes, view, micro_batches, width / (end * MARGIN), height / len(shown))
     _legend(figure, micro_batches, kinds, single, LEGEND_TOP_INCHES + lines, narrow)
-    return picture.pixels(figure)
+    return picture.to_pixels(figure)
 
 
 def _bars(axes: Axes, view: TimelineView, micro_batches: int, hatched: bool) -> None:
@@ -93,7 +100,7 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, hatched: bool) -> 
             _add_bars(axes, placed, facecolors=face, hatch=HATCHES.get(what) if hatched else None, **outline)
 
 
-def _names(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
+def _label_bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
     """Labels the bars that have room for their names; ``inches`` per second, ``row``: height of a row in inches."""
     size = min(9.0, 60 * row)
     for stage, bar in ((stage, bar) for stage, bars in enumerate(view.stages) for bar in bars):
@@ -112,7 +119,7 @@ def _legend(figure: Figure, micro_batches: int, kinds: set[BarKind], hatched: bo
     """A table of colours, kinds of actions by micro-batches; beside it, the kinds of bars without a micro-batch."""
     left, table = (0.05, 1.25) if narrow else (LEFT_INCHES, 2.3)
     rows = {
-        f"{what}  {palette.WORDS[what]}": [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
+        f"{what}  {palette.KIND_NAMES[what]}": [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
         for what in ACTIONS
         if what in kinds
     }
@@ -129,10 +136,10 @@ def _legend(figure: Figure, micro_batches: int, kinds: set[BarKind], hatched: bo
             axes.set_title("micro-batch", fontsize=8, color=PALE_INK, y=1.0, pad=3.5)
         left += 0.95 + table + (0.15 if narrow else 0.4)
     marks = {
-        palette.WORDS["waiting"]: (palette.WAITING, palette.IDLE_LINE, HATCHES["waiting"], "waiting" in kinds),
-        palette.WORDS["transfer"]: (palette.TRANSFER, "white", HATCHES["transfer"], "transfer" in kinds),
+        palette.KIND_NAMES["waiting"]: (palette.WAITING, palette.IDLE_LINE, HATCHES["waiting"], "waiting" in kinds),
+        palette.KIND_NAMES["transfer"]: (palette.TRANSFER, "white", HATCHES["transfer"], "transfer" in kinds),
         palette.OTHERWISE_IDLE: (palette.IDLE, palette.IDLE_LINE, HATCHES["waiting"], True),
-        palette.WORDS["update"]: (palette.UPDATE, palette.UPDATE, None, "update" in kinds),
+        palette.KIND_NAMES["update"]: (palette.UPDATE, palette.UPDATE, None, "update" in kinds),
     }
     patches = [
         Patch(facecolor=face, edgecolor=edge, hatch=hatch if hatched else None, linewidth=0, label=name)
@@ -152,7 +159,7 @@ def _add_axes(figure: Figure, left: float, bottom: float, width: float, height: 
     """Axes without a frame, placed in inches."""
     figure_width, figure_height = figure.get_size_inches()
     axes = figure.add_axes((left / figure_width, bottom / figure_height, width / figure_width, height / figure_height))
-    picture.without_frame(axes)
+    picture.hide_frame(axes)
     return axes
 
 
@@ -175,14 +182,14 @@ def _name_stages(axes: Axes, stages: range) -> None:
     axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown], color=INK)
 
 
-def _show_axis(axes: Axes, end: float, unit: float, words: str) -> None:
-    """Draws the time axis up to `end` seconds, in units of `unit` seconds; without numbers if `words` is empty."""
+def _show_axis(axes: Axes, end: float, unit: float, label: str) -> None:
+    """Draws the time axis up to `end` seconds, in units of `unit` seconds; without numbers if `label` is empty."""
     axes.set_xlim(0, end * MARGIN)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
-    axes.tick_params(labelbottom=bool(words))
+    axes.tick_params(labelbottom=bool(label))
     axes.grid(axis="x", color=GRID, linewidth=0.6)
-    axes.set_xlabel(words, fontsize=9, color=PALE_INK, loc="right", labelpad=3)
+    axes.set_xlabel(label, fontsize=9, color=PALE_INK, loc="right", labelpad=3)
 
 
 def _add_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], **look: Any) -> None:

@@ -85,7 +85,7 @@ class TimelineView:
         return max(indices, default=-1) + 1
 
 
-def window_of(view: TimelineView, stages: int, actions: int) -> TimelineView:
+def last_stages_and_actions(view: TimelineView, stages: int, actions: int) -> TimelineView:
     """`view` or, of a step with more than MAX_ACTIONS actions, what its last `stages` stages do during `actions`
     actions of the last stage, about its first backward. The other stages are empty."""
     timeline = view.timeline
@@ -108,7 +108,7 @@ def window_of(view: TimelineView, stages: int, actions: int) -> TimelineView:
     return replace(view, timeline=Timeline(spans, events), begin_seconds=begin, window=text)
 
 
-def predicted_view(title: str, plan: "Plan") -> TimelineView:
+def view_of_plan(title: str, plan: "Plan") -> TimelineView:
     begin_seconds = plan.timeline.start_seconds
     return TimelineView(title, "predicted", plan.timeline, begin_seconds, plan.step_seconds, asdict(plan.breakdown))
 
@@ -121,15 +121,16 @@ class StepPicture:
     median_of: int = 1  # number of steps among which this step's duration is nearest to the median
 
 
-def idle(breakdown: Mapping[str, float]) -> float:
+def idle_share(breakdown: Mapping[str, float]) -> float:
     """The share of stage-time in which stages did nothing, whatever the cause."""
     return sum(breakdown[name] for name in IDLE)
 
 
-def in_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Shares in percent, rounded to one decimal so that they still sum to 100, and `idle`, the sum of the idle ones."""
+def to_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Shares in percent, rounded to one decimal so that they still sum to 100, and `idle_share`, the sum of the idle
+    ones."""
     shown = rounded({name: 100 * breakdown[name] for name in SHARES})
-    return shown | {"idle": idle(shown)}
+    return shown | {"idle": idle_share(shown)}
 
 
 def axis_unit(end_seconds: float) -> tuple[str, float]:

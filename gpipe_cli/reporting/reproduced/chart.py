@@ -11,14 +11,20 @@ from textwrap import wrap
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 from gpipe_cli.reporting.plots.palette import INK, PALE_INK
-from gpipe_cli.reporting.plots.picture import Picture, new_figure, pixels
-from gpipe_cli.reporting.reproduced.verdict import OURS
+from gpipe_cli.reporting.plots.picture import Picture, new_figure, to_pixels
+from gpipe_cli.reporting.reproduced.verdict import OUR_ORIGINS
 from gpipe_cli.reporting.tables.table import Column, Table
 
 WIDTH_INCHES, HEIGHT_INCHES = 3.6, 2.4  # size of a plot
-_RUN, _NOT_RUN = "#0b6e4f", "#1d5fbf"
-COLOURS = {"paper": "#b45309", "measured": _RUN, "counted": _RUN, "simulated": _NOT_RUN, "planned": _NOT_RUN}
-_LOGARITHMIC = 30.0  # an axis is logarithmic if its numbers differ by more than this factor
+_RUN_COLOUR, _SIMULATED_COLOUR = "#0b6e4f", "#1d5fbf"
+COLOURS = {
+    "paper": "#b45309",
+    "measured": _RUN_COLOUR,
+    "counted": _RUN_COLOUR,
+    "simulated": _SIMULATED_COLOUR,
+    "planned": _SIMULATED_COLOUR,
+}
+_LOGARITHMIC_RATIO = 30.0  # an axis is logarithmic if its numbers differ by more than this factor
 
 
 @dataclass(frozen=True)
@@ -42,17 +48,17 @@ def charts(table: Table) -> Iterator[Chart]:
     paper = next((column for column in table.columns if column.origin == "paper"), None)
     if paper is not None and {"K", "M"} <= named.keys():
         speeds = [column for column in table.columns if column.origin in COLOURS and column.same_quantity(paper)]
-        yield from _over_partitions(speeds, named)
+        yield from _charts_over_partitions(speeds, named)
         return
     for paper in table.columns:
-        ours = [column for column in table.columns if column.origin in OURS and column.heading == paper.heading]
+        ours = [column for column in table.columns if column.origin in OUR_ORIGINS and column.heading == paper.heading]
         if paper.origin == "paper" and paper.heading and ours and len(table.rows) > 1:
             lines = [line for column in (paper, *ours) if (line := _line(column.origin, column))]
             if len(lines) > 1:
                 yield Chart(paper.heading, table.columns[0].cells, lines, "")
 
 
-def _over_partitions(columns: Sequence[Column], named: dict[str, Column]) -> Iterator[Chart]:
+def _charts_over_partitions(columns: Sequence[Column], named: dict[str, Column]) -> Iterator[Chart]:
     partitions, micro_batches = named["K"].cells, named["M"].cells
     names = named[""].cells if "" in named else ()
     if names:  # named rows do not form a curve over K
@@ -88,7 +94,7 @@ def draw(charts: Sequence[Chart]) -> Picture:
             look = {"marker": "o", "linestyle": style, "markerfacecolor": face, "color": COLOURS[line.origin]}
             axes.plot(*zip(*points, strict=True), label=line.name, **look)
         numbers = [value for line in chart.lines for value in line.values if value is not None]
-        if min(numbers) > 0 and max(numbers) > _LOGARITHMIC * min(numbers):
+        if min(numbers) > 0 and max(numbers) > _LOGARITHMIC_RATIO * min(numbers):
             axes.set_yscale("log")
         else:
             axes.axhline(0, linewidth=0)  # makes the axis begin at 0
@@ -100,4 +106,4 @@ def draw(charts: Sequence[Chart]) -> Picture:
         axes.tick_params(labelsize=8, labelcolor=PALE_INK)
         axes.set_xlabel(chart.unit, fontsize=8, color=PALE_INK, loc="right")
         axes.legend(fontsize=7, frameon=False)
-    return pixels(figure)
+    return to_pixels(figure)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.reproduced.verdict import AGREES, verdicts
+from gpipe_cli.reporting.reproduced.verdict import AGREEMENT_TOLERANCE, judge_columns
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reporting.tables.table import Column, to_html
 from gpipe_cli.system.files import write_whole
@@ -20,14 +20,14 @@ CLAIMS = [
     Column(name, number=name in ("paper", "ours", "difference", "min"))
     for name in ("the paper", "number", "paper", "ours", "ours is", "difference", "verdict", "min")
 ]
-KINDS = {
+ORIGIN_NOTES = {
     "measured": "was run here and timed, or evaluated",
     "counted": "was run here, and is exact whatever the machine is",
     "planned": "follows from shapes; was not run",
     "simulated": "was not run: a schedule simulated with the seconds of layers, timed here or by a data sheet",
     "published": "has been measured by others",
     "difference": "is none (-) where data or sizes are not the paper's",
-    "agrees": f"differs from the paper's by at most {AGREES:.0%} of it, in all rows of a table",
+    "agrees": f"differs from the paper's by at most {AGREEMENT_TOLERANCE:.0%} of it, in all rows of a table",
 }
 
 
@@ -57,7 +57,7 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
     yield from map(_group, reproductions)
     yield "</table></section>"
     yield '<section><h2>How a number was obtained</h2><dl class="kinds">'
-    yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
+    yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in ORIGIN_NOTES.items())
     yield "</dl></section>"
     for reproduction in reproductions:
         yield from _section(reproduction, folder / reproduction.name)
@@ -71,21 +71,21 @@ def _group(reproduction: Reproduction) -> str:
     took = duration(reproduction.seconds).replace(" ", "&nbsp;")
     about = f'{escape(reproduction.claim)}{without} <a href="#{name}">{name}</a>, {took}'
     lines = [f'<tbody><tr><th scope="rowgroup" colspan="{len(CLAIMS) - 2}">{about}</th></tr>']
-    for _, what, *cells, _ in claims(reproduction):
+    for _, what, *cells, _ in claim_rows(reproduction):
         columns = zip(CLAIMS[2:-1], cells, strict=True)
         line = (f'<td data-of="{column.heading}">{escape(cell)}</td>' for column, cell in columns)
         lines.append(f'<tr><th scope="row">{escape(what)}</th>{"".join(line)}</tr>')
     return "\n".join([*lines, "</tbody>"])
 
 
-def claims(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
+def claim_rows(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
     """A row for each verdict on the tables, comparable numbers first; without a verdict, a row with a note."""
     words = next(
         (line for label, line in reproduction.notes if label in ("weights", "found")), "no number in the paper"
     )
     claim = reproduction.claim
     minutes = f"{reproduction.seconds / 60:.1f}"
-    of_tables = [verdict for table in reproduction.tables for verdict in verdicts(table)]
+    of_tables = [verdict for table in reproduction.tables for verdict in judge_columns(table)]
     for verdict in sorted(of_tables, key=lambda verdict: verdict.words == "not comparable"):
         numbers = verdict.paper, verdict.ours, verdict.origin, verdict.difference
         yield claim, verdict.what, *numbers, verdict.words, minutes

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpipe_cli.reporting.reproduced.page import CLAIMS, claims
+from gpipe_cli.reporting.reproduced.page import CLAIMS, claim_rows
 from gpipe_cli.reporting.tables.recipe import Reproduction, markdown
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.units import duration
 
 README = "README.md"
 BEGIN, END = "<!-- written by gpipe reproduce all -->", "<!-- until here -->"  # the comments that enclose the results
-_LEFT_OUT = ("scale", "our choice")  # labels of notes that only gpipe reproduce NAME prints
+_OMITTED_NOTES = ("scale", "our choice")  # labels of notes that only gpipe reproduce NAME prints
 
 
-def with_results(readme: str, reproductions: Sequence[Reproduction]) -> str:
+def insert_results(readme: str, reproductions: Sequence[Reproduction]) -> str:
     """``readme`` with these results in place of the text between its comments BEGIN and END."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -26,13 +26,13 @@ def _results(reproductions: Sequence[Reproduction]) -> str:
     rows = []
     for reproduction in reproductions:
         recipe = f"[{reproduction.name}]({reproduction.name}.yaml)"
-        for row in claims(reproduction):
+        for row in claim_rows(reproduction):
             rows.append((recipe, *row))
             recipe = ""
     table = to_markdown(Table.of_rows("", [Column("recipe"), *CLAIMS], rows))
     sections = []
     for reproduction in filter(_has_section, reproductions):
-        notes = tuple(note for note in reproduction.notes if note[0] not in _LEFT_OUT)
+        notes = tuple(note for note in reproduction.notes if note[0] not in _OMITTED_NOTES)
         sections.append(markdown(replace(reproduction, notes=notes)))
     return "\n".join([f"All recipes took {seconds} on {machines}.", "", table, *sections])
 

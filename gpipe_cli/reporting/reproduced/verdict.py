@@ -7,8 +7,8 @@ from math import inf
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import plural
 
-OURS = ("measured", "counted", "planned", "simulated")  # the origins of our numbers
-AGREES = 0.1  # a number agrees if it differs by no more than this share of the paper's; our choice
+OUR_ORIGINS = ("measured", "counted", "planned", "simulated")  # the origins of our numbers
+AGREEMENT_TOLERANCE = 0.1  # a number agrees if it differs by no more than this share of the paper's; our choice
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Verdict:
     words: str  # `agrees`, `differs in 4 of 5 rows, ...`, `not comparable`
 
 
-def verdicts(table: Table) -> Iterator[Verdict]:
+def judge_columns(table: Table) -> Iterator[Verdict]:
     """A verdict for each column of the paper's numbers and each origin of ours beside it: numbers that were run are
     judged apart from those that were not."""
     for paper in (column for column in table.columns if column.origin == "paper"):
-        for origin in OURS:
+        for origin in OUR_ORIGINS:
             ours = [column for column in table.columns if column.origin == origin and column.same_quantity(paper)]
             ours.sort(key=lambda column: _differences(table, column) is None)  # columns with a difference come first
             rows = [row for row in range(len(table.rows)) if ours and paper.has_value(row) and ours[0].has_value(row)]
             if rows:
-                yield _verdict(table, paper, ours[0], rows)
+                yield _judge(table, paper, ours[0], rows)
 
 
-def _verdict(table: Table, paper: Column, ours: Column, rows: list[int]) -> Verdict:
+def _judge(table: Table, paper: Column, ours: Column, rows: list[int]) -> Verdict:
     """The verdict of `rows`. In a table of growing sizes, the last row makes the paper's point; in a table of different
     quantities, the first."""
     grows = paper.heading not in ("", "paper") or any(column.heading == "K" for column in table.columns)
@@ -41,11 +41,11 @@ def _verdict(table: Table, paper: Column, ours: Column, rows: list[int]) -> Verd
     differences = _differences(table, ours)
     difference = NONE if differences is None else differences.cells[row]
     unit = " %" if differences and differences.heading.endswith("%") and difference != NONE else ""
-    compared = {at: off for at in rows if (off := _off(paper, ours, at)) is not None}
+    compared = {at: off for at in rows if (off := _relative_error(paper, ours, at)) is not None}
     without = differences is None or all(differences.cells[at] == NONE for at in rows)
     if without and (differences or ours.origin in ("measured", "counted")):
         compared = {}  # the numbers are of other data or sizes
-    apart = [at for at, off in compared.items() if off > AGREES]
+    apart = [at for at, off in compared.items() if off > AGREEMENT_TOLERANCE]
     words = "agrees" if compared else "not comparable"
     if apart:
         furthest = max(apart, key=compared.__getitem__)
@@ -59,7 +59,7 @@ def _differences(table: Table, ours: Column) -> Column | None:
     return next((column for column in table.columns if column.minuend == ours.heading), None)
 
 
-def _off(paper: Column, ours: Column, row: int) -> float | None:
+def _relative_error(paper: Column, ours: Column, row: int) -> float | None:
     """By which share of the paper's number ours differs; for words 0 or infinity. None if the paper's number is 0."""
     theirs, value = (column.plain_values[row] for column in (paper, ours))
     try:

@@ -11,17 +11,17 @@ from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, I
 from gpipe_cli.config.settings import TrainConfig, flattened, load_preset
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import show
-from gpipe_cli.reporting.run.description import RunDescription, name_and_size, precision_facts, words_of
-from gpipe_cli.reporting.run.lines import show_facts
+from gpipe_cli.reporting.run.description import RunContext, dataset_label, precision_note, task_labels
+from gpipe_cli.reporting.run.lines import print_fields
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import RESULT
-from gpipe_cli.training.events import GraphsRecorded, LayersCompiled
+from gpipe_cli.training.events import GraphsCaptured, LayersCompiled
 from gpipe_cli.units import count, percent, plural
 from gpipe_cli.units import learning_rate as shown_rate
 
 
-def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
-    show_facts(console, _banner(run, folder))
+def show_banner(console: Console, run: RunContext, folder: Path) -> None:
+    print_fields(console, _banner(run, folder))
     stages = run.spec
     several = 1 < stages.layout.processes < stages.partitions  # some process has several stages
     columns = (
@@ -37,12 +37,12 @@ def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     console.print()
 
 
-def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
+def _banner(run: RunContext, folder: Path) -> Iterable[tuple[str, str]]:
     config, spec = run.config, run.spec
     micro_batches = plural(config.micro_batches, "micro-batch")
     parameters = count(sum(spec.parameters))
     yield "model", f"{run.model_name}: {plural(run.layers, 'layer')}, {parameters} parameters"
-    yield "dataset", name_and_size(config.dataset) + _samples_of_data(run)
+    yield "dataset", dataset_label(config.dataset) + _sample_counts(run)
     crop = getattr(getattr(config.dataset, "augmentation", None), "random_resized_crop", None)
     if crop is not None and not run.bench:
         yield "", f"training images are random crops of {100 * crop[0]:g} to {100 * crop[1]:g} % of the area"
@@ -50,13 +50,13 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         tokenizer = getattr(config.dataset, "tokenizer", None)
         yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
     if config.preset is not None:
-        given = " ".join(_of_preset(config)) or "settings that suit this model and data set"
+        given = " ".join(_preset_settings(config)) or "settings that suit this model and data set"
         yield "preset", f"{config.preset}: {given}; yours override it, ~presets removes it"
     replicas = f", R = {spec.layout.replicas} replicas" if spec.layout.replicas > 1 else ""
     yield "pipeline", f"K = {plural(spec.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
     yield "executor", f"{run.executor}, {plural(spec.layout.threads, 'thread')} per process"
-    yield from precision_facts(config.precision, spec.computes_in)
+    yield from precision_note(config.precision, spec.computes_in)
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)
     if run.bench:
@@ -70,19 +70,19 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         yield "training", training
         yield "", f"learning rate {_learning_rate(run)}"
         if run.steps_per_epoch is not None:
-            yield from _cut_off(run, run.steps_per_epoch)
+            yield from _unfinished_curves(run, run.steps_per_epoch)
         yield "best", f"chosen on the {'test' if config.dataset.validation is None else 'validation'} set"
     if run.compiled is not None:
-        yield "compiled", _compiled(run.compiled)
+        yield "compiled", _compilation_line(run.compiled)
     if run.graphs is not None:
-        yield from _graphs(run.graphs)
+        yield from _cuda_graph_lines(run.graphs)
     yield from run.notes
     yield "run folder", str(folder)
     if config.resume is not None:
         yield "resumed from", f"{config.resume}, {plural(run.first_step, 'step')} done"
 
 
-def _of_preset(config: TrainConfig) -> Iterator[str]:
+def _preset_settings(config: TrainConfig) -> Iterator[str]:
     """The settings of the preset that hold in this run, as they would be typed."""
     mine = dict(flattened(asdict(config)))
     for key, value in flattened(load_preset(f"{choice_of(config.model)}_{config.dataset.name}")):
@@ -90,29 +90,29 @@ def _of_preset(config: TrainConfig) -> Iterator[str]:
             yield f"{key}={show(value)}"
 
 
-def _rate(run: RunDescription, step: int) -> str:
+def _learning_rate_at(run: RunContext, step: int) -> str:
     """The learning rate of step number `step`, counted from 0."""
     config, epoch_steps = run.config, run.steps_per_epoch or 1
     total = config.epochs * epoch_steps
     return shown_rate(learning_rate(config.learning_rate, step, epoch_steps, config.batch_size, total_steps=total))
 
 
-def _learning_rate(run: RunDescription) -> str:
+def _learning_rate(run: RunContext) -> str:
     """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
     warm_up = 0 if run.steps_per_epoch is None else warm_up_steps(run.config.learning_rate, run.steps_per_epoch)
     if run.first_step >= warm_up:
-        return _rate(run, run.first_step)
-    first = _rate(run, run.first_step)
-    return f"{_rate(run, warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {first}"
+        return _learning_rate_at(run, run.first_step)
+    first = _learning_rate_at(run, run.first_step)
+    return f"{_learning_rate_at(run, warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {first}"
 
 
-def _cut_off(run: RunDescription, epoch_steps: int) -> Iterator[tuple[str, str]]:
+def _unfinished_curves(run: RunContext, epoch_steps: int) -> Iterator[tuple[str, str]]:
     """Lines about curves over the whole training of which this run has only the beginning."""
     config, end = run.config, run.total_steps
     if end < warm_up_steps(config.learning_rate, epoch_steps):
         by_steps = hasattr(config.learning_rate, "warmup_steps")
         use = f"warmup_steps={max(1, end // 10)}" if by_steps else "warmup_epochs=0"
-        ends = f"the run ends within the warm-up, at a learning rate of {_rate(run, end - 1)}"
+        ends = f"the run ends within the warm-up, at a learning rate of {_learning_rate_at(run, end - 1)}"
         yield "", f"{ends}; learning_rate.{use} shortens it"
     curves = ["the cosine"] if isinstance(config.learning_rate, CosineLearningRateConfig) else []
     if isinstance(config.model, AmoebaNetConfig) and config.model.drop_path:
@@ -125,14 +125,14 @@ def _cut_off(run: RunDescription, epoch_steps: int) -> Iterator[tuple[str, str]]
         yield "", f"max_steps={config.max_steps} ends the run at {share}{use}"
 
 
-def _compiled(done: LayersCompiled) -> str:
+def _compilation_line(done: LayersCompiled) -> str:
     """`10 layers for micro-batches of 8: 9 graphs in 41.2 s, 18 parts compiled, 0 from the cache`."""
     took = f"{done.seconds:.1f} s, {plural(done.made, 'part')} compiled, {done.found} from the cache"
     sizes = " and ".join(map(str, done.sizes))
     return f"{plural(done.layers, 'layer')} for micro-batches of {sizes}: {plural(done.graphs, 'graph')} in {took}"
 
 
-def _graphs(done: GraphsRecorded) -> Iterator[tuple[str, str]]:
+def _cuda_graph_lines(done: GraphsCaptured) -> Iterator[tuple[str, str]]:
     """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not."""
     stages = f"{done.stages} of {plural(done.stages + len(done.causes), 'stage')}"
     yield "graphs", f"{stages} replayed as graphs, recorded in {done.seconds:.1f} s; graphs=false launches each kernel"
@@ -140,13 +140,13 @@ def _graphs(done: GraphsRecorded) -> Iterator[tuple[str, str]]:
         yield "", f"launched kernel by kernel: {cause}"
 
 
-def _samples_of_data(run: RunDescription) -> str:
+def _sample_counts(run: RunContext) -> str:
     """`: 412 training and 46 test sequences of 128 tokens`, or `samples of 10 classes`; nothing in a dry run."""
     data, task = run.data, run.config.task
     if not data.train_samples:
         return ""
     held_out = "" if data.validation_samples is None else f", {data.validation_samples:,} validation"
-    samples = f": {data.train_samples:,} training{held_out} and {data.test_samples:,} test {words_of(task).sample}s"
+    samples = f": {data.train_samples:,} training{held_out} and {data.test_samples:,} test {task_labels(task).sample}s"
     if isinstance(run.config.dataset, ImagesConfig):
         samples += f" of {plural(run.config.dataset.model_classes, 'class')}"
     if task == "language_model":
@@ -154,14 +154,14 @@ def _samples_of_data(run: RunDescription) -> str:
     return samples if data.languages is None else f"{samples}, {plural(data.languages, 'language')}"
 
 
-def _global_batch(run: RunDescription, micro_batches: str) -> str:
+def _global_batch(run: RunContext, micro_batches: str) -> str:
     """`32 = 1 replica x 4 micro-batches x 8 samples`, or `4,096 tokens = 1 replica x 4 micro-batches`."""
     replicas, batch_size = run.config.replicas, run.config.batch_size
     factors = f"{plural(replicas, 'replica')} x {micro_batches}"
     if batch_size is None:
         return f"{run.config.batch_tokens:,} tokens = {factors}"
     sizes = sorted(set(micro_batch_sizes(batch_size, replicas * run.config.micro_batches)), reverse=True)
-    sample = words_of(run.config.task).sample
+    sample = task_labels(run.config.task).sample
     each = " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
     return f"{batch_size:,} = {factors} x {each}"
 

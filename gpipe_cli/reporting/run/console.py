@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from gpipe_cli.reporting.run.description import RunDescription, scores_of, words_of
+from gpipe_cli.reporting.run.description import RunContext, score_fields, task_labels
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
@@ -27,16 +27,22 @@ LINE_SECONDS = 15.0  # a log gets a line this often while steps are done or sent
 _READ_BYTES = 4096
 _SHORTEST_BAR = 4
 _TIME = len("1:02:03")
-LEFT_OUT = (7, 5, 2, 6, 1)  # columns that narrow terminals drop, in this order; epoch, test loss and main score remain
+DROP_ORDER = (
+    7,
+    5,
+    2,
+    6,
+    1,
+)  # columns that narrow terminals drop, in this order; epoch, test loss and main score remain
 
 
 class RunConsole:
     """Shows the progress of a run on a console."""
 
-    def __init__(self, console: Console, run: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
+    def __init__(self, console: Console, run: RunContext, line_seconds: float = LINE_SECONDS) -> None:
         self.console = console
         self._run = run
-        self._words = words_of(run.config.task)
+        self._labels = task_labels(run.config.task)
         self._line_seconds = line_seconds
         self._bar: Progress | None = None
         self._epoch = 0
@@ -76,29 +82,29 @@ class RunConsole:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], each=message.seconds)
         if self._run.bench:
-            self._measured(message, speed)
+            self._step_parts(message, speed)
             return
-        self._turn_to(message.epoch)
+        self._start_epoch(message.epoch)
         self._means = message.epoch_cross_entropy, message.epoch_top1
         self._speed, self._learning_rate = speed, message.learning_rate
         self._line_waits = message.position == self._run.steps_per_epoch
-        mean_loss, accuracy = self._shown_means()
-        state = f"loss {mean_loss}", f"{self._words.accuracy} {accuracy}", f"{rate(speed)} {self._words.speed}"
+        mean_loss, accuracy = self._format_means()
+        state = f"loss {mean_loss}", f"{self._labels.accuracy} {accuracy}", f"{rate(speed)} {self._labels.speed}"
         shown = self._show_bar(message.step, *state, f"lr {learning_rate(message.learning_rate)}")
         if not shown and not self._line_waits and self._line_is_due:
             self._line(f" {100 * message.position // (self._run.steps_per_epoch or 1)}%")
 
-    def _measured(self, message: StepDone, speed: float | None) -> None:
-        state = f"{rate(speed)} {self._words.speed}" if message.step > self._run.warm_up_steps else "warm-up"
+    def _step_parts(self, message: StepDone, speed: float | None) -> None:
+        state = f"{rate(speed)} {self._labels.speed}" if message.step > self._run.warm_up_steps else "warm-up"
         if not self._show_bar(message.step, state) and self._line_is_due:
             show_line(self.console, f"step {message.step:,} of {self._run.total_steps:,}, {state}")
             self._last_line = time.monotonic()
 
-    def evaluated(self, message: Evaluated) -> None:
+    def add_evaluation(self, message: Evaluated) -> None:
         """Shows the line of the epoch, with the scores. Those of a test set that chooses nothing are in the summary."""
         if message.split == "test" and self._run.config.dataset.validation is not None:
             return
-        self._turn_to(message.epoch)
+        self._start_epoch(message.epoch)
         self._line_waits = False
         self._line(test=message)
 
@@ -109,7 +115,7 @@ class RunConsole:
             self._bar = None
         self._show_waiting()
 
-    def _turn_to(self, epoch: int) -> None:
+    def _start_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._show_waiting()
             self._epoch = epoch
@@ -122,39 +128,39 @@ class RunConsole:
             self._line()
         self._line_waits = False
 
-    def _shown_means(self) -> tuple[str, str]:
+    def _format_means(self) -> tuple[str, str]:
         mean_loss, accuracy = self._means
         return loss(mean_loss), percent(accuracy)
 
     def _line(self, share: str = "", test: Evaluated | None = None) -> None:
         if not self._header_shown:
-            words = self._words
-            scores = list(words.scores)
+            labels = self._labels
+            scores = list(labels.scores)
             if self._run.config.dataset.validation is not None:
                 scores[0] = "val loss"
-            if not (self._words.text or self._run.config.has_top5):
+            if not (self._labels.text or self._run.config.has_top5):
                 scores[2] = ""
-            headings = "epoch", "train loss", words.accuracy, *scores, words.speed, "lr"
+            headings = "epoch", "train loss", labels.accuracy, *scores, labels.speed, "lr"
             show_line(self.console, self._columns(*headings), "bold")
             self._header_shown = True
         tested = "", "", ""
         if test is not None:
-            test_loss, second, third = scores_of(self._run.config.task, test.scores).values()
+            test_loss, second, third = score_fields(self._run.config.task, test.scores).values()
             third_shown = "" if third is None else percent(third)
-            tested = loss(test_loss), perplexity(second) if self._words.text else percent(second), third_shown
+            tested = loss(test_loss), perplexity(second) if self._labels.text else percent(second), third_shown
         epoch = f"{self._epoch}/{self._run.config.epochs}{share}"
         line = self._columns(
-            epoch, *self._shown_means(), *tested, rate(self._speed), learning_rate(self._learning_rate)
+            epoch, *self._format_means(), *tested, rate(self._speed), learning_rate(self._learning_rate)
         )
         show_line(self.console, f"{line} best" if test is not None and test.is_best else line)
         self._last_line = time.monotonic()
 
     def _columns(self, *cells: str) -> str:
         """A line of cells; a cell that is too long takes up padding of the next cells."""
-        ends = self._words.ends
+        ends = self._labels.ends
         widths = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
         shown = list(range(len(widths)))
-        for column in LEFT_OUT:
+        for column in DROP_ORDER:
             if sum(widths[at] for at in shown) + len(" best") > self.console.width:
                 shown.remove(column)
         line, end = cells[0], widths[0]
@@ -164,23 +170,23 @@ class RunConsole:
         return line
 
 
-def progress_bar(console: Console, counted: str) -> Progress | None:
-    """A transient bar, to which the caller adds a task; None outside a terminal. `counted` is the format of the text
-    left of the bar; the task's field `state` has the phrases right of it, the most important first, and `each` the
+def progress_bar(console: Console, count_format: str) -> Progress | None:
+    """A transient bar, to which the caller adds a task; None outside a terminal. `count_format` is the format of the
+    text left of the bar; the task's field `state` has the phrases right of it, the most important first, and `each` the
     seconds of a step, if known."""
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     return Progress(
-        TextColumn(counted, markup=False, table_column=Column(no_wrap=True)),
+        TextColumn(count_format, markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),
-        _State(console, counted),
+        _State(console, count_format),
         _TimeLeft(Column(no_wrap=True)),
         console=console, expand=True, transient=True, refresh_per_second=4,
     )  # fmt: skip
 
 
 @contextmanager
-def following(console: Console, log: Path) -> Iterator[None]:
+def show_log_tail(console: Console, log: Path) -> Iterator[None]:
     """While active, shows the newest line of `log`, to which a command writes, at the bottom of a terminal."""
     begin = log.stat().st_size
 
@@ -216,13 +222,13 @@ class _TimeLeft(ProgressColumn):
 class _State(ProgressColumn):
     """As many phrases as fit beside the other columns, with room kept for the remaining time."""
 
-    def __init__(self, console: Console, counted: str) -> None:
+    def __init__(self, console: Console, count_format: str) -> None:
         super().__init__(Column(no_wrap=True))
-        self._console, self._counted = console, counted
+        self._console, self._count_format = console, count_format
 
     def render(self, task: Task) -> Text:
         blanks = 3
-        room = self._console.width - len(self._counted.format(task=task)) - _SHORTEST_BAR - _TIME - blanks
+        room = self._console.width - len(self._count_format.format(task=task)) - _SHORTEST_BAR - _TIME - blanks
         shown = ""
         for phrase in task.fields["state"]:
             longer = f"{shown} {phrase}".lstrip()

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from gpipe_cli.config.settings import CONFIG, Logger
 from gpipe_cli.errors import with_type
+from gpipe_cli.reporting.loggers.logger import RunLogger, hyperparameters, logger_class
 from gpipe_cli.reporting.page.page import PAGE
-from gpipe_cli.reporting.plots.timeline_values import idle
-from gpipe_cli.reporting.run.description import RunDescription, scores_of
+from gpipe_cli.reporting.plots.timeline_values import idle_share
+from gpipe_cli.reporting.run.description import RunContext, score_fields
 from gpipe_cli.reporting.run.lines import LOG
-from gpipe_cli.reporting.run.measurement import stages_named, stages_together
-from gpipe_cli.reporting.sinks.sink import Sink, hyperparameters, writer
+from gpipe_cli.reporting.run.measurement import format_stages, group_stages_by_device
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES, finals
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
 
 # whether a sink is remote -> a killed run loses at most its points of the last so many seconds
 _FLUSH_SECONDS = {False: 1.0, True: 10.0}  # a request each time
-_KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder that sinks keep with a run
+_UPLOADED_FILES = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder that sinks keep with a run
 
 
-class Dashboard:
+class LoggerGroup:
     """Turns what happens in a run into curves, texts and pictures for its sinks. If a sink fails, `failed` is called
     with its name and the error, and the others still receive everything. A dry run has no remote sinks."""
 
     def __init__(
-        self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[str, OSError], None]
+        self, folder: Path, run: RunContext, result: RunResult, failed: Callable[[str, OSError], None]
     ) -> None:
         self._folder, self._run, self._failed = folder, run, failed
         self._prediction = result.prediction
         config = run.config
         self._facts = _facts(folder, result)
-        kinds = {name: writer(name) for name in config.logger}
+        kinds = {name: logger_class(name) for name in config.logger}
         self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and config.dry_run)}
-        self._open: dict[Logger, Sink] = {}
+        self._open: dict[Logger, RunLogger] = {}
         self._flushed = dict.fromkeys(_FLUSH_SECONDS, time.monotonic())
         # horizontal lines to compare measured curves with
-        self._constants = _tagged({
+        self._constants = _keyed_by_tag({
             "bubble_ideal": result.bubble.ideal,
             "idle_predicted": result.idle.predicted,
             "bubble_predicted": result.bubble.predicted,
@@ -61,7 +61,7 @@ class Dashboard:
         """Sends the settings, and the configuration and the banner as texts: the sinks have them even if the run is
         killed."""
         values = hyperparameters(self._run.config)
-        self._each(lambda sink: sink.settings(values))
+        self._for_each_logger(lambda logger: logger.settings(values))
         for name, text in (("config", config_yaml), ("banner", banner)):
             self._text(name, self._run.first_step, text)
         self.flush()
@@ -73,8 +73,8 @@ class Dashboard:
             f"final/{measure.final}": value / measure.unit.curve_size for measure, value in values if value is not None
         }
         self._draw(result.steps, points)
-        files = [path for name in _KEPT if (path := self._folder / name).is_file()]
-        self._each(lambda sink: sink.end(result.status, files))
+        files = [path for name in _UPLOADED_FILES if (path := self._folder / name).is_file()]
+        self._for_each_logger(lambda logger: logger.end(result.status, files))
 
     def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
@@ -82,16 +82,16 @@ class Dashboard:
         # the last step is complete before a new point
         self.flush([remote for remote, seconds in _FLUSH_SECONDS.items() if since[remote] >= seconds])
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
-        named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
+        named = {f"train/{name}": value for name, value in score_fields(self._run.config.task, scores).items()}
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last batch may be short
         if self._prediction is not None and whole:
-            named |= _tagged({"step_over_predicted": message.seconds / self._prediction.step_seconds})
-        memory = _memory(message, self._run.spec.layout.device_of_stage)
-        self._draw(message.step, named | _training(message) | memory)
+            named |= _keyed_by_tag({"step_over_predicted": message.seconds / self._prediction.step_seconds})
+        memory = _memory_curves(message, self._run.spec.layout.device_of_stage)
+        self._draw(message.step, named | _training_curves(message) | memory)
 
-    def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
+    def add_breakdown(self, step: int, breakdown: Mapping[str, float]) -> None:
         shares = {f"step/{share}": value for share, value in breakdown.items()}
-        measured = _tagged({"idle_measured": idle(breakdown), "bubble_measured": breakdown["bubble"]})
+        measured = _keyed_by_tag({"idle_measured": idle_share(breakdown), "bubble_measured": breakdown["bubble"]})
         self._draw(step, {**measured, **shares, **self._constants})
 
     def memory(self, step: int, processes: Iterable[StageMemory]) -> None:
@@ -101,9 +101,9 @@ class Dashboard:
             parts = {part: size / GIB for part, size in asdict(process).items() if part != "stage"}
             self._draw(step, {f"memory_parts/{name}_{part}_gib": size for part, size in parts.items()})
 
-    def evaluated(self, message: Evaluated) -> None:
+    def add_evaluation(self, message: Evaluated) -> None:
         """The curves of the test or the validation set, and some of its sentences with their translations."""
-        scores = scores_of(self._run.config.task, message.scores)
+        scores = score_fields(self._run.config.task, message.scores)
         self._draw(message.step, {f"{message.split}/{name}": value for name, value in scores.items()})
         if message.translations:
             self._text("translations", message.step, _translation_table(message.translations), markdown=True)
@@ -111,28 +111,28 @@ class Dashboard:
 
     def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
         """An image of shape (height, width, 3)."""
-        self._each(lambda sink: sink.picture(name, step, picture))
+        self._for_each_logger(lambda logger: logger.picture(name, step, picture))
         self.flush()
 
     def flush(self, kinds: Collection[bool] = (False, True)) -> None:
         """Has the sinks that are not remote, and those that are, write what is pending."""
         self._flushed |= dict.fromkeys(kinds, time.monotonic())
-        self._each(lambda sink: sink.flush() if sink.remote in kinds else None)
+        self._for_each_logger(lambda logger: logger.flush() if logger.remote in kinds else None)
 
     def _draw(self, step: int, points: Mapping[str, float | None]) -> None:
         values = {tag: value for tag, value in points.items() if value is not None}
-        self._each(lambda sink: sink.scalars(step, values))
+        self._for_each_logger(lambda logger: logger.scalars(step, values))
 
     def _text(self, name: str, step: int, text: str, markdown: bool = False) -> None:
-        self._each(lambda sink: sink.text(name, step, text, markdown))
+        self._for_each_logger(lambda logger: logger.text(name, step, text, markdown))
 
-    def _each(self, use: Callable[[Sink], None]) -> None:
-        """Calls `use` with every sink, which is opened if need be."""
+    def _for_each_logger(self, call: Callable[[RunLogger], None]) -> None:
+        """Calls `call` with every sink, which is opened if need be."""
         for name, kind in list(self._kinds.items()):
             try:
-                if (sink := self._open.get(name)) is None:  # sinks are opened late, as imports take seconds
-                    sink = self._open[name] = kind(self._folder, self._run, self._facts)
-                use(sink)
+                if (logger := self._open.get(name)) is None:  # sinks are opened late, as imports take seconds
+                    logger = self._open[name] = kind(self._folder, self._run, self._facts)
+                call(logger)
             except Exception as error:  # whatever the libraries of a sink raise
                 if kind.remote:
                     del self._kinds[name]
@@ -153,13 +153,13 @@ def _facts(folder: Path, result: RunResult) -> dict[str, str]:
     return facts
 
 
-def _tagged(values: Mapping[str, float | None]) -> dict[str, float | None]:
+def _keyed_by_tag(values: Mapping[str, float | None]) -> dict[str, float | None]:
     """The values, keyed by the tags of the measures' curves instead of by the measures' keys."""
     return {MEASURES[key].tag: value for key, value in values.items()}
 
 
-def _training(message: StepDone) -> dict[str, float | None]:
-    return _tagged({
+def _training_curves(message: StepDone) -> dict[str, float | None]:
+    return _keyed_by_tag({
         "train_loss": message.loss,
         "train_cross_entropy": message.cross_entropy,
         "train_learning_rate": message.learning_rate,
@@ -170,23 +170,23 @@ def _training(message: StepDone) -> dict[str, float | None]:
     })  # fmt: skip
 
 
-def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, float | None]:
+def _memory_curves(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, float | None]:
     """Peak memory in GiB; stages that share a device, or a process on a CPU, share one curve."""
     if not message.memory_bytes:
         return {}
     of_stages = {
-        f"memory/stage{'s' * (len(stages) > 1)}_{stages_named(stages)}_gib": message.memory_bytes[stages[0]] / GIB
-        for stages in stages_together(device_of_stage)
+        f"memory/stage{'s' * (len(stages) > 1)}_{format_stages(stages)}_gib": message.memory_bytes[stages[0]] / GIB
+        for stages in group_stages_by_device(device_of_stage)
     }
-    return _tagged({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
+    return _keyed_by_tag({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
 
 
 def _translation_table(translations: Iterable[Translation]) -> str:
     """Sentences as a Markdown table, with the special characters of Markdown and HTML escaped."""
 
-    def escaped(text: str) -> str:
+    def escape_markdown(text: str) -> str:
         return re.sub(r"([\\`*_{}\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
-    rows = [[*map(escaped, astuple(shown))] for shown in translations]
+    rows = [[*map(escape_markdown, astuple(shown))] for shown in translations]
     headings = ("pair", "source", "reference", "translation")
     return to_markdown(Table.of_rows("", map(Column, headings), rows))

@@ -24,7 +24,7 @@ WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose al
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunDescription(TrainingReady):
+class RunContext(TrainingReady):
     """All that is known of a run before its first step: what its workers say, and what was decided."""
 
     config: TrainConfig
@@ -76,7 +76,7 @@ class RunDescription(TrainingReady):
 
 
 @dataclass(frozen=True)
-class Words:
+class TaskLabels:
     """The words and columns of a task's reports."""
 
     text: bool  # whether loss, accuracy and speed are per token; otherwise per sample
@@ -87,7 +87,7 @@ class Words:
     ends: tuple[int, ...]  # positions at which the columns of an epoch's line end
 
 
-def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
+def precision_note(precision: str, computes_in: str) -> list[tuple[str, str]]:
     """A line on the precision of layers, unless it is float32; `computes_in`: from the function of that name."""
     parts = {"tf32": "products and convolutions", "bfloat16": "products and convolutions; weights stay float32"}
     if precision not in parts:
@@ -99,31 +99,31 @@ def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
     return [("precision", f"{precision}: {words.get(computes_in, parts[precision])}")]
 
 
-def name_and_size(dataset: DatasetConfig) -> str:
+def dataset_label(dataset: DatasetConfig) -> str:
     """`python_docs`, or `digits, 24 x 24 pixels`."""
     size = f", {dataset.image_size} x {dataset.image_size} pixels" if isinstance(dataset, ImagesConfig) else ""
     return f"{dataset.name}{size}"
 
 
-def words_of(task: Task) -> Words:
+def task_labels(task: Task) -> TaskLabels:
     """The words of a task. Lines are at most 75 characters long, so that ` best` still fits into 80 columns."""
     if task not in TEXT_TASKS:
         ends = (10, 21, 29, 40, 48, 56, 66, 75)
-        return Words(False, SAMPLE_WORDS[task], "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
+        return TaskLabels(False, SAMPLE_WORDS[task], "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
     ends = (5, 16, 26, 36, 47, 57, 66, 75)
-    return Words(True, SAMPLE_WORDS[task], "tokens/s", "token acc", ("test loss", "perplexity", "token acc"), ends)
+    return TaskLabels(True, SAMPLE_WORDS[task], "tokens/s", "token acc", ("test loss", "perplexity", "token acc"), ends)
 
 
-def scores_of(task: Task, scores: Scores) -> dict[str, float | None]:
+def score_fields(task: Task, scores: Scores) -> dict[str, float | None]:
     """The scores of a test set, under the names that they have in result.json."""
-    if words_of(task).text:
+    if task_labels(task).text:
         return {"loss": scores.loss, "perplexity": perplexity(scores.loss), "token_accuracy": scores.top1}
     return {"loss": scores.loss, "top1": scores.top1, "top5": scores.top5}
 
 
-def evaluation_of(task: Task, scores: Scores, step: int = 0, epoch: int = 0) -> Evaluation:
+def to_evaluation(task: Task, scores: Scores, step: int = 0, epoch: int = 0) -> Evaluation:
     """An evaluation as result.json has it."""
-    by_name = scores_of(task, scores)
+    by_name = score_fields(task, scores)
     return Evaluation(step, epoch, averaged=scores.averaged, tokens=scores.tokens, **by_name)
 
 

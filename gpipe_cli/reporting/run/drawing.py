@@ -6,23 +6,25 @@ from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 
-from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
-from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView, predicted_view
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView, view_of_plan
+from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.reporting.run.median_step import MedianStep
 from gpipe_cli.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.schedule.timeline import Timeline
 from gpipe_cli.training.events import StepDone, StepRecorded
 
-_FIRST_DRAWN = 5  # counted steps after which the first picture is drawn, before the first epoch ends
-_DRAWING_APART = 50  # pause between drawings, in durations of the last drawing, which takes a core from the stages
+_FIRST_DRAWN_AFTER_STEPS = 5  # counted steps after which the first picture is drawn, before the first epoch ends
+_MIN_STEPS_BETWEEN_DRAWINGS = (
+    50  # pause between drawings, in durations of the last drawing, which takes a core from the stages
+)
 
 
-class Drawing:
+class StepDrawer:
     """Passes the steps that are to be drawn to `show`."""
 
-    def __init__(self, run: RunDescription, show: Callable[[StepPicture], None]) -> None:
+    def __init__(self, run: RunContext, show: Callable[[StepPicture], None]) -> None:
         self._run, self._show = run, show
         self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to this number
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
@@ -40,7 +42,7 @@ class Drawing:
         counted = self._median.counted
         ends = step.position == run.steps_per_epoch and counted > 0
         # drawing takes a core for a second, so a measurement is drawn at its end
-        if not run.bench and (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
+        if not run.bench and (ends or (counted == _FIRST_DRAWN_AFTER_STEPS and not self._next_drawing)):
             self._choose()
             if ends:
                 self._median = MedianStep()
@@ -58,10 +60,10 @@ class Drawing:
                 self._epoch_shown = True
             self._draw()
 
-    def measured(self, step: StepDone, recorded: StepRecorded) -> tuple[Timeline, Breakdown, int]:
+    def analyze(self, step: StepDone, recorded: StepRecorded) -> tuple[Timeline, Breakdown, int]:
         """The timeline and the breakdown of a recorded step, and its number of micro-batches M."""
         config, spec = self._run.config, self._run.spec
-        micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
+        micro_batches = len(shard_of(step.samples, config.micro_batches, config.replicas).sizes)
         schedule = spec.schedule(micro_batches)
         devices = spec.layout.device_of_stage
         timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds, devices)
@@ -73,13 +75,13 @@ class Drawing:
             return
         step, recorded = chosen
         plan = self._run.prediction
-        timeline, shares, micro_batches = self.measured(step, recorded)
+        timeline, shares, micro_batches = self.analyze(step, recorded)
         title = f"epoch {step.epoch}, step {step.step:,}"
         steps = self._median.steps
         note = f"the median of {steps:,} steps" if steps > 1 else ""
         views = [TimelineView(title, "measured", timeline, recorded.began_seconds, step.seconds, asdict(shares), note)]
         if plan is not None and plan.micro_batches == micro_batches:
-            views.append(predicted_view(title, plan))
+            views.append(view_of_plan(title, plan))
         self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps))
 
     def _draw(self) -> None:
@@ -89,4 +91,4 @@ class Drawing:
             self._undrawn()
             self._undrawn = None
             ended = time.monotonic()
-            self._next_drawing = ended + _DRAWING_APART * (ended - began)
+            self._next_drawing = ended + _MIN_STEPS_BETWEEN_DRAWINGS * (ended - began)

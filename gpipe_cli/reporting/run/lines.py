@@ -37,11 +37,11 @@ def show_line(console: Console, text: str, style: str = "") -> None:
 
 def show_text(console: Console, text: str, style: str = "") -> None:
     """Prints a sentence, wrapped to the width of the terminal."""
-    for line in wrapped(text, console.width) if console.is_terminal else [text]:
+    for line in wrap(text, console.width) if console.is_terminal else [text]:
         show_line(console, line, style)
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
     """The lines of a text, broken at blanks only; after a number, as in `40.5 samples/s`, only if unavoidable."""
     lines = [text]
     for breakable in (re.sub(r"(?<=\d) (?=[^\W\d]|%)", "\xa0", text), text):
@@ -60,29 +60,29 @@ def show_error(text: str) -> None:
     log(line)
 
 
-def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
+def print_fields(console: Console, facts: Iterable[tuple[str, str]]) -> None:
     """Prints labelled lines; in a narrow terminal, a fact is wrapped at blanks and continues below itself."""
     for label, fact in facts:
         lines = [fact]
         if console.is_terminal and not fact.startswith(COMMANDS):
-            lines = wrapped(fact, console.width - LABEL_WIDTH - 1)
+            lines = wrap(fact, console.width - LABEL_WIDTH - 1)
         for line in lines:
             show_line(console, f"{label:<{LABEL_WIDTH}} {line}")
             label = ""
 
 
-def in_columns(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> Iterable[tuple[str, str]]:
+def align_or_stack(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> Iterable[tuple[str, str]]:
     """Labelled lines with aligned cells; the first row is the heading, and a column may be of `=` only. In a terminal
     that is too narrow for them, columns become lines."""
-    lines = aligned(rows)
+    lines = align(rows)
     if not console.is_terminal or max(len(line) for _, line in lines) < console.width - LABEL_WIDTH:
         return lines
     labels, cells = zip(*rows, strict=True)
     columns = ((column[0].strip(), column[1:]) for column in zip(*cells, strict=True) if column[0] != "=")
-    return aligned([(labels[0], labels[1:]), *columns])
+    return align([(labels[0], labels[1:]), *columns])
 
 
-def aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
+def align(rows: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
     """(label, line) for each row, with the cells of a column right-aligned."""
     widths = [max(map(len, cells)) for cells in zip(*(cells for _, cells in rows), strict=True)]
     return [(label, " ".join(map(str.rjust, cells, widths))) for label, cells in rows]
@@ -111,7 +111,7 @@ _LOG: ContextVar[_Log | None] = ContextVar("log", default=None)
 
 
 @contextmanager
-def logging_to(folder: Path | None) -> Iterator[None]:
+def log_to_folder(folder: Path | None) -> Iterator[None]:
     """While active, what is shown is also logged, with the time, for the run in ``folder``; with None, nowhere."""
     before = _LOG.set(None if folder is None else _Log(folder))
     try:
@@ -126,14 +126,14 @@ def log(text: str) -> None:
         current.add(text)
 
 
-def resuming(command: str, folder: Path, targets: Iterable[str | None], key: str = "resume") -> str:
+def format_resume_command(command: str, folder: Path, targets: Iterable[str | None], key: str = "resume") -> str:
     """The command that takes the run or the sweep in `folder` by the setting `key`; `targets`: the functions that its
     runs call, if they do, and that have to be named again."""
     again = dict.fromkeys(filter(None, targets))
-    return " ".join([f"gpipe {command}", override(key, str(folder)), *([naming(*again)] if again else [])])
+    return " ".join([f"gpipe {command}", format_override(key, str(folder)), *([naming(*again)] if again else [])])
 
 
-def override(key: str, value: str) -> str:
+def format_override(key: str, value: str) -> str:
     """`key=value`, quoted as needed on a command line: for Hydra (commas, brackets) and for the shell (blanks)."""
     if re.fullmatch(r"[\w./-]+", value):
         return f"{key}={value}"

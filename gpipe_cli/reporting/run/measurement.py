@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # these modules import torch
 SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "gpipe-cli")
-CONTENDED = 0.05  # share of a stage's computing time without a core above which a speed is `measured_contended`
+CONTENDED_SHARE = 0.05  # share of a stage's computing time without a core above which a speed is `measured_contended`
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # tokens, sentences and scores depend on them
 
 
@@ -42,7 +42,7 @@ class StepMedians:
         for quantity, value in values.items():
             self._values.setdefault(quantity, array("d")).append(value)
 
-    def counted(self, quantity: str, last: int = 0) -> Sequence[float]:
+    def values_counted(self, quantity: str, last: int = 0) -> Sequence[float]:
         """The values of the ``last`` steps that count, 0: of all; empty for a quantity that was never added, as
         tokens/s of images."""
         values = self._values.get(quantity, array("d"))
@@ -52,49 +52,53 @@ class StepMedians:
     def median(self, quantity: str, last: int = 0) -> float | None:
         """The median over the ``last`` steps that count, 0: over all; None if there are none. It takes time in
         proportion to ``last``, so that a step costs the same however long the run is."""
-        values = self.counted(quantity, last)
+        values = self.values_counted(quantity, last)
         return median(values) if values else None
 
     def quartiles(self, quantity: str) -> tuple[float, float] | None:
-        values = self.counted(quantity)
+        values = self.values_counted(quantity)
         if len(values) < 2:
             return (values[0], values[0]) if values else None
         first, _, third = quantiles(values, n=4, method="inclusive")
         return first, third
 
 
-def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
+def classify_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
     """The kind of a speed; ``without_core``: share of computing time without a core, None before the first step."""
     if without_core is None:
         return None
-    return "measured_one_device" if one_device else "measured_contended" if without_core > CONTENDED else "measured"
+    return (
+        "measured_one_device" if one_device else "measured_contended" if without_core > CONTENDED_SHARE else "measured"
+    )
 
 
 def stage_memory(
     spec: "PipelineSpec",
     planned: "Sequence[PlannedMemory]",
     peaks: Sequence[int],
-    counted: Sequence[int] | None,
+    activation_bytes: Sequence[int] | None,
     libraries: Sequence[int] | None,
 ) -> tuple[StageMemory, ...]:
     """The parts of each measured peak, in bytes, which add up to it. Stages that share a device, or a process on a CPU,
     share a peak. If activations were not counted, they are the planned ones."""
     memories = []
-    for stages in stages_together(spec.layout.device_of_stage) if peaks else ():
+    for stages in group_stages_by_device(spec.layout.device_of_stage) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
             "weights": sum(planned[k].weights_bytes for k in stages),
             "gradients": sum(planned[k].gradients_bytes for k in stages),
             "optimizer": sum(planned[k].optimizer_bytes for k in stages),
-            "activations": sum(counted[k] if counted else planned[k].activations_bytes for k in stages),
+            "activations": sum(
+                activation_bytes[k] if activation_bytes else planned[k].activations_bytes for k in stages
+            ),
         }
         peak = peaks[stages[0]]
-        stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else stages_named(stages)
+        stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else format_stages(stages)
         memories.append(StageMemory(stage, **parts, other=peak - sum(parts.values()), peak=peak))
     return tuple(memories)
 
 
-def stages_together(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:
+def group_stages_by_device(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:
     """The stages of each device."""
     return [
         tuple(k for k, other in enumerate(device_of_stage) if other == device)
@@ -102,7 +106,7 @@ def stages_together(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:
     ]
 
 
-def stages_named(stages: Sequence[int]) -> str:
+def format_stages(stages: Sequence[int]) -> str:
     """`2`, `0,1`; three neighbours or more are a range, `2-4`."""
     return ",".join(spans(stages, "-"))
 
@@ -116,7 +120,7 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
+def describe_hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
     """The machine. GPU names are passed in, as asking torch would create a CUDA context in the parent process."""
     return {
         "cpu": cpu_model(),
@@ -128,7 +132,7 @@ def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
     }
 
 
-def code(model: ModelConfig) -> dict[str, Commit | None]:
+def find_commits(model: ModelConfig) -> dict[str, Commit | None]:
     """The commits of gpipe and of a user's own model, which has been imported; None if git does not know it."""
     commits = {"gpipe": commit_of(Path(__file__))}
     if isinstance(model, CustomConfig):
@@ -137,7 +141,7 @@ def code(model: ModelConfig) -> dict[str, Commit | None]:
     return commits
 
 
-def versions(text: bool = False) -> dict[str, str | None]:
+def read_versions(text: bool = False) -> dict[str, str | None]:
     """Versions of Python and of the packages that the numbers depend on, read without importing them."""
     version_of: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*PACKAGES, *TEXT_PACKAGES) if text else PACKAGES:

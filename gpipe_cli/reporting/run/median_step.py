@@ -6,7 +6,7 @@ from statistics import median_low
 
 from gpipe_cli.training.events import StepDone, StepRecorded
 
-KEPT = 32  # recordings at most: each may hold thousands of numbers, and an epoch tens of thousands of steps
+MAX_KEPT_STEPS = 32  # recordings at most: each may hold thousands of numbers, and an epoch tens of thousands of steps
 
 
 class MedianStep:
@@ -32,7 +32,7 @@ class MedianStep:
         if len(self._seconds) % self._every == 0:
             self._kept.append((done, recorded))
         self._seconds.append(done.seconds)
-        if len(self._kept) > KEPT:
+        if len(self._kept) > MAX_KEPT_STEPS:
             self._kept, self._every = self._kept[::2], 2 * self._every
 
     @property

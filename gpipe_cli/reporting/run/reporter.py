@@ -18,16 +18,16 @@ from gpipe_cli.config.settings import CONFIG, Task, TrainConfig, target_of, to_y
 from gpipe_cli.errors import one_line
 from gpipe_cli.reporting.page.page import MAX_STEPS, PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
-from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle_share
 from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
-from gpipe_cli.reporting.run.dashboard import Dashboard
-from gpipe_cli.reporting.run.description import RunDescription, evaluation_of
-from gpipe_cli.reporting.run.drawing import Drawing
-from gpipe_cli.reporting.run.lines import logging_to, resuming, show_error, show_facts, show_line
-from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown
-from gpipe_cli.reporting.run.summary import show_summary, speed_kind
+from gpipe_cli.reporting.run.dashboard import LoggerGroup
+from gpipe_cli.reporting.run.description import RunContext, to_evaluation
+from gpipe_cli.reporting.run.drawing import StepDrawer
+from gpipe_cli.reporting.run.lines import format_resume_command, log_to_folder, print_fields, show_error, show_line
+from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, compare_with_prediction, measured_breakdown
+from gpipe_cli.reporting.run.summary import describe_speed_kind, show_summary
 from gpipe_cli.results.run import (
     Breakdowns,
     BubbleShares,
@@ -44,21 +44,21 @@ from gpipe_cli.results.run import (
 )
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
-from gpipe_cli.training.checkpoint.files import GONE, Progress, checkpoints_in, remove_drafts, step_of
+from gpipe_cli.training.checkpoint.files import RUN_FOLDER_MISSING, Progress, clean_staging, list_checkpoints, step_of
 from gpipe_cli.training.events import (
-    CheckpointAwaited,
-    CheckpointComing,
     CheckpointFailed,
+    CheckpointReady,
+    CheckpointStalled,
     CheckpointWritten,
+    EvalRecord,
     Evaluated,
     StepDone,
     StepRecorded,
-    Tested,
     TrainingReady,
     TrainingStopped,
 )
 
-RECENT_STEPS = 20  # a displayed speed is the median over this many steps
+SPEED_WINDOW_STEPS = 20  # a displayed speed is the median over this many steps
 
 
 class Reporter:
@@ -70,38 +70,38 @@ class Reporter:
     """
 
     def __init__(
-        self, folder: Path, describe: Callable[[TrainingReady], RunDescription], console: Console | None = None
+        self, folder: Path, describe: Callable[[TrainingReady], RunContext], console: Console | None = None
     ) -> None:
         self._folder, self._describe, self._shown = folder, describe, console
         self.started = False
 
-    def _start(self, run: RunDescription) -> None:
+    def _start(self, run: RunContext) -> None:
         """Shows the banner and, in a terminal, a bar that waits for the first step."""
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, to_yaml(run.config))
         self._run = run
         self._begin = time.monotonic() - measurement.process_seconds()
-        self._result = _begun(folder, run)  # lacks what is measured
+        self._result = _initial_result(folder, run)  # lacks what is measured
         self._last: StepDone | None = None  # the step whose recording comes next
         self._checkpoint = 0  # step of the last checkpoint written
         self._medians = measurement.StepMedians(run.warm_up_steps)
         self._library_bytes: tuple[int, ...] | None = None  # per stage
         self._compared = False
-        self._drawing = Drawing(run, self.timeline)
+        self._drawer = StepDrawer(run, self.timeline)
         self._pictures: list[StepPicture] = []
         self._console = RunConsole(self._shown or Console(), run)
         self._unwritten_before: set[tuple[str, int | None]] = set()  # optional outputs, and the numbers of their errors
         result = self._measured()
         write_run(folder, result)
-        self._dashboard = Dashboard(folder, run, result, self._unwritten)
+        self._loggers = LoggerGroup(folder, run, result, self._warn_unwritten)
         self.started = True
         if not run.restarts:
             show_banner(self._console.console, run, folder)
         plain = Console(file=io.StringIO(), width=100, force_terminal=False, color_system=None)
-        with plain.capture() as text, logging_to(None):  # the log has the banner already
+        with plain.capture() as text, log_to_folder(None):  # the log has the banner already
             show_banner(plain, run, folder)
-        self._dashboard.describe(to_yaml(run.config), text.get())
+        self._loggers.describe(to_yaml(run.config), text.get())
         if run.config.dry_run:
             return
         if (lost := lost_output()) is not None:  # the progress of the training could not be shown
@@ -117,19 +117,19 @@ class Reporter:
                 self._step(message)
             case StepRecorded():
                 assert self._last is not None
-                self.recorded(self._last.step, asdict(self._drawing.measured(self._last, message)[1]))
-                self._drawing.add(self._last, message)
+                self.add_breakdown(self._last.step, asdict(self._drawer.analyze(self._last, message)[1]))
+                self._drawer.add(self._last, message)
             case Evaluated():
                 self._evaluated(message)
-            case CheckpointComing():
-                self._dashboard.flush()
+            case CheckpointReady():
+                self._loggers.flush()
             case CheckpointWritten():
                 self._checkpoint = message.step
             case CheckpointFailed():
                 self._change(failed_checkpoints=self._result.failed_checkpoints + 1)
                 show_error(f"warning: {message.why}; training continues and will write the next one")
-            case CheckpointAwaited():
-                awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.awaited_step:,} to be written"
+            case CheckpointStalled():
+                awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.stalled_step:,} to be written"
                 show_line(self._console.console, f"step {message.step:,}: waited {awaited}")
             case TrainingStopped():
                 pass
@@ -152,19 +152,19 @@ class Reporter:
         if message.activation_bytes is not None:
             predicted = run.plan.saved_bytes_of(message.samples, message.lengths)
             self._change(activation_bytes=message.activation_bytes, predicted_activation_bytes=predicted)
-        self._dashboard.step(message)
+        self._loggers.step(message)
         speed = "tokens_per_second" if self._result.text else "samples_per_second"
-        self._console.step(message, self._medians.median(speed, last=RECENT_STEPS))
+        self._console.step(message, self._medians.median(speed, last=SPEED_WINDOW_STEPS))
         if message.step - run.first_step >= COMPARED_STEPS:
             self._compare()
 
     def _change(self, **changes: Any) -> None:
         self._result = replace(self._result, **changes)
 
-    def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
+    def add_breakdown(self, step: int, breakdown: Mapping[str, float]) -> None:
         """The breakdown of a step is known: timeline_values.SHARES -> share of stage-time, 0 to 1."""
         self._medians.add(breakdown)
-        self._dashboard.recorded(step, breakdown)
+        self._loggers.add_breakdown(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
         """Shows a step in place of an earlier step of its epoch, and sends the parts of the memory to the sinks."""
@@ -173,18 +173,18 @@ class Reporter:
 
         others = [shown for shown in self._pictures if shown.epoch != picture.epoch]
         self._pictures = [*others, picture][-MAX_STEPS:]
-        with self._optional("pictures"):
+        with self._optional_output("pictures"):
             self._write_page()
             write_picture(self._folder / "timeline.png", draw(picture.views))
             if self._run.config.logger:
-                self._dashboard.memory(self._result.steps, self._measured().memory)
-                self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
-        with self._optional("pictures"):
+                self._loggers.memory(self._result.steps, self._measured().memory)
+                self._loggers.picture("timeline", picture.step, draw(picture.views, narrow=True))
+        with self._optional_output("pictures"):
             write_trace(self._folder, picture.views)
 
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
-        kind, share = self._kind_of_speed
+        kind, share = self._speed_kind
         write_page(
             self._folder / PAGE, title, self._run.simulation, self._pictures, run=str(self._folder),
             commands=[start.command for start in self._result.starts],
@@ -193,25 +193,25 @@ class Reporter:
         )  # fmt: skip
 
     def _evaluated(self, message: Evaluated) -> None:
-        test = _tested(self._result.task, message)
+        test = _to_evaluation(self._result.task, message)
         if message.split == "validation":
             self._change(validation=test if message.is_best else self._result.validation)
         else:
             self._change(test=test, best=test if message.is_best else self._result.best)
-        self._console.evaluated(message)
-        with self._optional("result"):
+        self._console.add_evaluation(message)
+        with self._optional_output("result"):
             write_run(self._folder, self._measured())
-        self._dashboard.evaluated(message)
+        self._loggers.add_evaluation(message)
 
     @contextmanager
-    def _optional(self, output: str) -> Iterator[None]:
+    def _optional_output(self, output: str) -> Iterator[None]:
         """Context for writing optional output: an OSError is shown as a warning, not raised."""
         try:
             yield
         except OSError as error:
-            self._unwritten(output, error)
+            self._warn_unwritten(output, error)
 
-    def _unwritten(self, output: str, error: OSError) -> None:
+    def _warn_unwritten(self, output: str, error: OSError) -> None:
         """Shows that an optional output could not be written, once for each kind of error; the run continues."""
         if (output, error.errno) not in self._unwritten_before:
             show_error(f"warning: {one_line(error)}; the run continues without this output")
@@ -220,7 +220,7 @@ class Reporter:
     def break_off(self) -> None:
         """Ends this report, as the run restarts; another report follows."""
         if self.started:
-            self._dashboard.flush()
+            self._loggers.flush()
             self._console.stop()
 
     def finish(self, status: Status, error: str | None = None) -> None:
@@ -228,14 +228,14 @@ class Reporter:
         be written."""
         done = status in ("completed", "dry_run")
         if not done:
-            remove_drafts(self._folder)  # there must be room for result.json
+            clean_staging(self._folder)  # there must be room for result.json
         if not self.started:
             if error is not None:
                 show_error(f"failed before the first step: {error}")
             return
         # An interrupted run draws nothing: that can take seconds, and a sweep kills the run 3.5 s after Ctrl-C.
         if status != "interrupted":
-            self._drawing.finish(completed=done)
+            self._drawer.finish(completed=done)
         try:
             self._end(status, error)
             lost = lost_output()
@@ -259,25 +259,25 @@ class Reporter:
         except OSError as failed:
             unwritten = failed
         if self._pictures:  # the page is written again, with the final share of contended time, as in the summary
-            with self._optional("pictures"):
+            with self._optional_output("pictures"):
                 self._write_page()
-        self._dashboard.end(result)
+        self._loggers.end(result)
         self._console.stop()
         if result.steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
-        show_summary(self._console.console, self._run, result, self._folder, *self._resumable())
+        show_summary(self._console.console, self._run, result, self._folder, *self._resume_hint())
         if unwritten is not None:
             raise unwritten
 
-    def _resumable(self) -> tuple[str, str | None]:
+    def _resume_hint(self) -> tuple[str, str | None]:
         """Where the checkpoint to resume from is, in words; and the command that goes on, None if there is none."""
         if not self._folder.is_dir():
-            return GONE, None
+            return RUN_FOLDER_MISSING, None
         # an interrupted run may have ended before the message of a checkpoint that is on disk
-        steps = [step for path in checkpoints_in(self._folder) if (step := step_of(path)) > self._run.first_step]
+        steps = [step for path in list_checkpoints(self._folder) if (step := step_of(path)) > self._run.first_step]
         if written := max([self._checkpoint, *steps]):
             done = written == self._run.total_steps
-            command = None if done else resuming("train", self._folder, [target_of(self._run.config)])
+            command = None if done else format_resume_command("train", self._folder, [target_of(self._run.config)])
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", command
         if (source := self._run.config.resume) is not None:  # it may be complete, but for the command's settings
             start = self._run.start
@@ -292,15 +292,15 @@ class Reporter:
         self._compared = True
         console = self._console.console
         kind = result.samples_per_second_kind
-        show_facts(console, comparison(result))
+        print_fields(console, compare_with_prediction(result))
         if kind is not None and kind != "measured":  # the prediction is not of such a speed
-            show_facts(console, [("", speed_kind(kind, result.without_core))])
+            print_fields(console, [("", describe_speed_kind(kind, result.without_core))])
 
     @property
-    def _kind_of_speed(self) -> tuple[measurement.SpeedKind | None, float | None]:
+    def _speed_kind(self) -> tuple[measurement.SpeedKind | None, float | None]:
         """The kind of speed, and the median over steps of the highest `without_core` of any stage, 0 to 1."""
         share = self._medians.median("without_core")
-        return measurement.kind_of_speed(self._run.spec.layout.one_device, share), share
+        return measurement.classify_speed(self._run.spec.layout.one_device, share), share
 
     def _measured(self) -> RunResult:
         """The result so far."""
@@ -310,7 +310,7 @@ class Reporter:
         flops = run.flops.per_second(*speeds)
         peak = result.peak_flops_per_second
         shares = measured_breakdown(self._medians)
-        kind, without_core = self._kind_of_speed
+        kind, without_core = self._speed_kind
         return replace(
             result,
             epochs=result.steps // (run.steps_per_epoch or 1),
@@ -321,21 +321,21 @@ class Reporter:
             without_core=without_core,
             step_seconds=median("step_seconds"),
             speed_includes_warm_up=0 < result.steps - run.first_step <= run.warm_up_steps,
-            speed_steps=len(self._medians.counted("step_seconds")),
+            speed_steps=len(self._medians.values_counted("step_seconds")),
             model_flops_per_second=flops,
             mfu=None if flops is None or peak is None else flops / peak,  # PaLM's definition
             memory=measurement.stage_memory(
                 run.spec, run.plan.memory, result.memory_bytes, result.activation_bytes, self._library_bytes
             ),
             breakdown=replace(result.breakdown, measured=shares),
-            idle=replace(result.idle, measured=None if shares is None else idle(shares)),
+            idle=replace(result.idle, measured=None if shares is None else idle_share(shares)),
             bubble=replace(result.bubble, measured=None if shares is None else shares["bubble"]),
             tokens_per_second=speeds[1],
             tokens_per_second_quartiles=quartiles("tokens_per_second"),
         )
 
 
-def _begun(folder: Path, run: RunDescription) -> RunResult:
+def _initial_result(folder: Path, run: RunContext) -> RunResult:
     """The result of a run whose first step comes next."""
     config, spec = run.config, run.spec
     prediction = shares = None
@@ -360,7 +360,7 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
         executor=run.executor,
         ideal_bubble=run.ideal_bubble,
         breakdown=Breakdowns(predicted=shares),
-        idle=IdleShares(predicted=None if shares is None else idle(shares)),
+        idle=IdleShares(predicted=None if shares is None else idle_share(shares)),
         bubble=BubbleShares(run.ideal_bubble, predicted=None if shares is None else shares["bubble"]),
         prediction=prediction,
         partitions=tuple(map(Partition, spec.layout.process_of_stage, spec.layout.devices, spec.layer_names,
@@ -368,10 +368,10 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
         compiled=None if run.compiled is None else asdict(run.compiled),
         graphs=None if run.graphs is None else asdict(run.graphs),
         resumed_from=config.resume,
-        starts=_starts(folder, run),
+        starts=_all_starts(folder, run),
         restarts=run.restarts,
-        versions=measurement.versions(config.text),
-        hardware=measurement.hardware(run.gpu_names, spec.layout.threads),
+        versions=measurement.read_versions(config.text),
+        hardware=measurement.describe_hardware(run.gpu_names, spec.layout.threads),
         config=asdict(config),
         unigram_perplexity=run.data.unigram_perplexity,
         global_batch_tokens=config.batch_tokens,
@@ -379,13 +379,13 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
     return _with_evaluations(result, config, run.test, run.best)
 
 
-def _starts(folder: Path, run: RunDescription) -> tuple[Start, ...]:
+def _all_starts(folder: Path, run: RunContext) -> tuple[Start, ...]:
     """The earlier starts of the run, if it is resumed or begins again in ``folder``, followed by this start."""
     results = [run_result_or_none(Path(path)) for path in (folder, run.config.resume) if path is not None]
     earlier = next((result.starts for result in results if result is not None), ())
     if run.start is None or (earlier and earlier[-1].started == run.start.started):
         return earlier  # they include this start if it was recorded before a restart
-    return (*earlier, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model)))
+    return (*earlier, replace(run.start, first_step=run.first_step, code=measurement.find_commits(run.config.model)))
 
 
 def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> str:
@@ -399,16 +399,18 @@ def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> st
             write_run(folder, _with_evaluations(result, config, progress.test, progress.best))
     if config.dataset.validation is None or (result is not None and result.test is not None):
         return ""
-    return resuming("evaluate", folder, [target_of(config)], key="run")
+    return format_resume_command("evaluate", folder, [target_of(config)], key="run")
 
 
-def _with_evaluations(result: RunResult, config: TrainConfig, last: Tested | None, best: Tested | None) -> RunResult:
+def _with_evaluations(
+    result: RunResult, config: TrainConfig, last: EvalRecord | None, best: EvalRecord | None
+) -> RunResult:
     """`result` with the evaluations that a checkpoint holds, if any, in place of its own."""
-    last_test, best_test = (_tested(config.task, test) for test in (last, best))
+    last_test, best_test = (_to_evaluation(config.task, test) for test in (last, best))
     if config.dataset.validation is not None:
         return replace(result, validation=best_test or result.validation)
     return replace(result, test=last_test or result.test, best=best_test or result.best)
 
 
-def _tested(task: Task, test: Tested | None) -> Evaluation | None:
-    return None if test is None else evaluation_of(task, test.scores, test.step, test.epoch)
+def _to_evaluation(task: Task, test: EvalRecord | None) -> Evaluation | None:
+    return None if test is None else to_evaluation(task, test.scores, test.step, test.epoch)

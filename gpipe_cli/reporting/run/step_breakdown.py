@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, in_percent
-from gpipe_cli.reporting.run.lines import in_columns, show_facts
+from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, to_percent
+from gpipe_cli.reporting.run.lines import align_or_stack, print_fields
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import duration, duration_range, percent, size
@@ -34,12 +34,12 @@ def show_shares(
     % of a step  compute recompute  update    idle =  bubble imbalance transfer set-up
     measured        58.0      18.3     2.2    21.5 =    14.2       1.5     2.3    3.5
     """
-    rows = [("% of a step", [*map(share_word, BUSY), "  idle", "=", *map(share_word, IDLE)])]
+    rows = [("% of a step", [*map(share_label, BUSY), "  idle", "=", *map(share_label, IDLE)])]
     for kind, breakdown in kinds.items():
         if breakdown is not None:
-            shown = {name: f"{share:.1f}" for name, share in in_percent(breakdown).items()}
+            shown = {name: f"{share:.1f}" for name, share in to_percent(breakdown).items()}
             rows.append((kind, [*map(shown.__getitem__, (*BUSY, "idle")), "=", *map(shown.__getitem__, IDLE)]))
-    show_facts(console, in_columns(console, rows))
+    print_fields(console, align_or_stack(console, rows))
     ideal = f"{percent(ideal_bubble)}, (K-1)/(M+K-1) for K equal devices that only compute"
     if any(breakdown["bubble"] < ideal_bubble for breakdown in kinds.values() if breakdown):
         one_each = len(plan.balance) == len(plan.device_bytes)  # interleaved is then 1f1b
@@ -48,15 +48,15 @@ def show_shares(
         causes += ["recomputation fills part of the idle time"] * any(plan.recomputed)
         whole = "it is a share of the whole step, the update and other idle time included"
         ideal += f"; above it is smaller, as {' and '.join(causes) or whole}"
-    show_facts(console, [("ideal bubble", ideal)])
+    print_fields(console, [("ideal bubble", ideal)])
 
 
-def share_word(name: str) -> str:
+def share_label(name: str) -> str:
     """`set-up` for `set_up`."""
     return name.replace("_", "-")
 
 
-def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
+def compare_with_prediction(result: RunResult) -> Iterable[tuple[str, str]]:
     """Labelled lines: predicted against measured step and, if they were counted, the saved activations of a
     mini-batch."""
     prediction, seconds = result.prediction, result.step_seconds
@@ -65,7 +65,7 @@ def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
     low, high = step_range = prediction.step_range or (prediction.step_seconds, prediction.step_seconds)
     nearest = min(max(seconds, low), high)
     times = f"{duration_range(step_range)} a step, measured {duration(seconds)}"
-    yield "predicted", f"{times} ({difference(nearest, seconds, 'as long')})"
+    yield "predicted", f"{times} ({format_difference(nearest, seconds, 'as long')})"
     if result.predicted_activation_bytes and (counted_bytes := result.activation_bytes):
         stages = range(len(counted_bytes))
         fullest = max(stages, key=lambda stage: counted_bytes[stage])
@@ -73,12 +73,12 @@ def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
             name = f"stage {stage}" if len(stages) <= STAGES_SHOWN else f"stage {stage}, the fullest"
             predicted, counted = result.predicted_activation_bytes[stage], counted_bytes[stage]
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
-            yield "", f"{name}: {sizes} ({difference(predicted, counted)})"
+            yield "", f"{name}: {sizes} ({format_difference(predicted, counted)})"
     if not prediction.measured:
         yield "", f"predicted from {prediction.source}; hardware=auto cost=measured times your layers"
 
 
-def difference(predicted: float, measured: float, times: str = "as much") -> str:
+def format_difference(predicted: float, measured: float, times: str = "as much") -> str:
     """`4 % more`, `12 % less`, `as predicted`; a large one `2.4 times as much`."""
     if predicted <= 0:
         return "as predicted" if measured == predicted else "nothing was predicted"

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import Task
 from gpipe_cli.reporting.page.page import PAGE
-from gpipe_cli.reporting.run.description import RunDescription, evaluation_of, words_of
-from gpipe_cli.reporting.run.lines import in_columns, show_facts, show_text
+from gpipe_cli.reporting.run.description import RunContext, task_labels, to_evaluation
+from gpipe_cli.reporting.run.lines import align_or_stack, print_fields, show_text
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.measures import MEASURES, chosen
@@ -23,29 +23,29 @@ from gpipe_cli.units import duration, memory_unit, operations, percent, plural, 
 
 EVALUATION = "evaluate.json"
 SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
-EXAMPLES = 5  # translations that the console shows; evaluate.json has all
-PAIRS = 3  # language pairs with the best, and with the worst scores, that the console shows; evaluate.json has all
+MAX_EXAMPLES = 5  # translations that the console shows; evaluate.json has all
+MAX_PAIRS = 3  # language pairs with the best, and with the worst scores, that the console shows; evaluate.json has all
 
 
 def show_summary(
-    console: Console, run: RunDescription, result: RunResult, folder: Path, checkpoint: str, go_on: str | None
+    console: Console, run: RunContext, result: RunResult, folder: Path, checkpoint: str, resume_command: str | None
 ) -> None:
     """Shows the outcome of a training or a measurement. Of a training that was stopped, `checkpoint`: where its last
-    checkpoint is; `go_on`: the command that resumes it, None if there is nothing to do."""
+    checkpoint is; `resume_command`: the command that resumes it, None if there is nothing to do."""
     status, bench = result.status, result.command == "bench"
-    line, colour = outcome_of(result)
+    line, colour = describe_outcome(result)
     if status != "dry_run":  # a dry run has only the banner above, which ends with an empty line
         console.print()
     show_text(console, line, f"bold {colour}")
     if result.error:
-        show_facts(console, [("error", result.error)])
-    show_facts(console, _outcome(result))
+        print_fields(console, [("error", result.error)])
+    print_fields(console, _score_fields(result))
     if result.breakdown.measured is not None:
         show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0, run.plan)
     if result.memory:
-        show_facts(console, in_columns(console, memory_rows(result.memory)))
+        print_fields(console, align_or_stack(console, memory_rows(result.memory)))
     if bench:
-        show_facts(console, _flops(result, run.flops.peak_source))
+        print_fields(console, _flops(result, run.flops.peak_source))
     facts = [("run folder", str(folder))]
     if not bench and (failed := result.failed_checkpoints):
         facts.append(("not written", f"{plural(failed, 'checkpoint')} (see the warnings above)"))
@@ -55,20 +55,20 @@ def show_summary(
     if run.next_commands is not None and status == "completed":
         looks = [shlex.quote(str(page))] * page.exists() + [curves] * bool(has_curves)
         facts += [*zip(("look", ""), looks, strict=False), *run.next_commands]
-        show_facts(console, facts)
+        print_fields(console, facts)
         return
     if page.exists():
         facts.append(("page", str(page)))
     if not bench:
         if status in ("interrupted", "failed"):
             facts.append(("checkpoint", checkpoint))
-            facts += [] if go_on is None else [("resume with", go_on)]
+            facts += [] if resume_command is None else [("resume with", resume_command)]
         if has_curves:
             facts.append(("curves", curves))
-    show_facts(console, facts)
+    print_fields(console, facts)
 
 
-def outcome_of(result: RunResult) -> tuple[str, str]:
+def describe_outcome(result: RunResult) -> tuple[str, str]:
     """How a training or a measurement ended, in a line, and the line's colour."""
     status, bench = result.status, result.command == "bench"
     seconds = MEASURES["seconds"].text(result)
@@ -88,17 +88,17 @@ def outcome_of(result: RunResult) -> tuple[str, str]:
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
     """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as is. Raises OSError."""
-    words = words_of(task)
+    labels = task_labels(task)
     translation = message.translation
-    tested = evaluation_of(task, message.scores)
+    tested = to_evaluation(task, message.scores)
     results: dict[str, Any] = {
         "checkpoint": checkpoint,
         "task": task,
         "samples": message.samples,
-        **{key: value for key, value in to_tree(tested, words.text).items() if key not in ("step", "epoch")},
+        **{key: value for key, value in to_tree(tested, labels.text).items() if key not in ("step", "epoch")},
         "seconds": message.seconds,
     }
-    if words.text:
+    if labels.text:
         results["unigram_perplexity"] = message.unigram_perplexity
     if task == "translation":
         results["translation"] = None if translation is None else asdict(translation)
@@ -107,14 +107,14 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
     finally:  # if the file cannot be written, the summary is still shown
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         amount = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
-        outcome = outcome_of_test(task, tested, message.unigram_perplexity)
-        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{words.sample}s", amount), *message.notes]
+        outcome = format_scores(task, tested, message.unigram_perplexity)
+        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{labels.sample}s", amount), *message.notes]
         if translation is not None:
-            facts += outcome_of_translation(translation)
-        show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])
+            facts += translation_fields(translation)
+        print_fields(console, [*facts, ("written to", str(folder / EVALUATION))])
 
 
-def outcome_of_test(task: Task, test: Evaluation, unigram_perplexity: float | None = None) -> str:
+def format_scores(task: Task, test: Evaluation, unigram_perplexity: float | None = None) -> str:
     """`top-1 98.6 %, top-5 100.0 %, loss 0.0512`, or `perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %,
     loss 3.7210 nats per token`. A unigram model knows only the frequencies of tokens."""
     result = RunResult("completed", task=task, test=test)
@@ -128,49 +128,49 @@ def outcome_of_test(task: Task, test: Evaluation, unigram_perplexity: float | No
     return ", ".join(scores.values()) + (" (averaged weights)" if test.averaged else "")
 
 
-def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str, str]]:
+def translation_fields(translation: TranslationScores) -> Iterable[tuple[str, str]]:
     """Labelled lines: scores beside those of copying the source, which are high if the languages share names."""
     sentences = f"{translation.sentences:,} of {plural(translation.of, 'sentence')}"
     yield "BLEU", f"{translation.bleu:.1f} (copying the source: {translation.bleu_copy:.1f})"
     yield "chrF", f"{translation.chrf:.1f} (copying the source: {translation.chrf_copy:.1f})"
     if len(translation.pairs) > 1:
-        yield "BLEU by pair", _by_pair(translation.pairs)
+        yield "BLEU by pair", _format_pairs(translation.pairs)
     yield "decoded", f"{sentences}, beam {translation.beam}, {duration(translation.seconds)}"
-    for example in translation.examples[:EXAMPLES]:
+    for example in translation.examples[:MAX_EXAMPLES]:
         yield example.pair, _one_line(example.source)
         yield "  reference", _one_line(example.reference)
         yield "  decoded", _one_line(example.translation)
 
 
-def _by_pair(pairs: Sequence[PairScores]) -> str:
+def _format_pairs(pairs: Sequence[PairScores]) -> str:
     """`fr-en 41.2, de-en 38.0, es-en 37.1 ... am-en 2.1, my-en 1.0, km-en 0.4, of 102 pairs`, the best first."""
     ordered = sorted(pairs, key=lambda pair: (-pair.bleu, -pair.chrf))
-    best, worst = ", ".join(map(_of_pair, ordered[:PAIRS])), ", ".join(map(_of_pair, ordered[-PAIRS:]))
-    few = len(pairs) <= 2 * PAIRS
-    return ", ".join(map(_of_pair, ordered)) if few else f"{best} ... {worst}, of {len(pairs)} pairs"
+    best, worst = ", ".join(map(_format_pair, ordered[:MAX_PAIRS])), ", ".join(map(_format_pair, ordered[-MAX_PAIRS:]))
+    few = len(pairs) <= 2 * MAX_PAIRS
+    return ", ".join(map(_format_pair, ordered)) if few else f"{best} ... {worst}, of {len(pairs)} pairs"
 
 
-def _of_pair(pair: PairScores) -> str:
+def _format_pair(pair: PairScores) -> str:
     return f"{pair.pair} {pair.bleu:.1f}"
 
 
-def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
+def _score_fields(result: RunResult) -> Iterable[tuple[str, str]]:
     test, best, validation = result.test, result.best, result.validation
     if validation is not None:
-        yield "validation", outcome_of_test(result.task, validation)
-        yield "", f"the best, {_when(validation)}"
+        yield "validation", format_scores(result.task, validation)
+        yield "", f"the best, {_at_step(validation)}"
     if test is not None:
-        yield "test", outcome_of_test(result.task, test, result.unigram_perplexity)
+        yield "test", format_scores(result.task, test, result.unigram_perplexity)
     if validation is not None:
         yield "", "of the weights that the validation set has chosen" if test else "the test set is scored at the end"
     elif best is not None and best != test:
-        yield "best", outcome_of_test(result.task, best)
-        yield "", f"chosen on the test set, {_when(best)}"
+        yield "best", format_scores(result.task, best)
+        yield "", f"chosen on the test set, {_at_step(best)}"
     elif best is not None:
-        yield "", f"the best, chosen on the test set, {_when(best)}"
+        yield "", f"the best, chosen on the test set, {_at_step(best)}"
     if result.samples_per_second_kind is None:
         return
-    sample = words_of(result.task).sample
+    sample = task_labels(result.task).sample
     step = f"{MEASURES['step_seconds'].text(result)} per step"
     speeds = [(TOKENS, f"{TOKENS.text(result)} tokens/s")] if result.text else []
     speeds.append((SAMPLES, f"{SAMPLES.text(result)} {sample}s/s"))
@@ -185,14 +185,14 @@ def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
         if result.speed_includes_warm_up:
             steps = f"of the first {plural(result.speed_steps, 'step')}, which are slow"
         yield "speed", f"{', '.join(speed for _, speed in speeds)}, {step} (medians {steps})"
-    yield "", speed_kind(result.samples_per_second_kind, result.without_core)
+    yield "", describe_speed_kind(result.samples_per_second_kind, result.without_core)
 
 
-def _when(test: Evaluation) -> str:
+def _at_step(test: Evaluation) -> str:
     return f"after step {test.step:,}, in epoch {test.epoch}"
 
 
-def speed_kind(kind: str, without_core: float | None = None) -> str:
+def describe_speed_kind(kind: str, without_core: float | None = None) -> str:
     """Whether a speed is that of a pipeline, in words; ``kind``: a SpeedKind; ``without_core``: a share, 0 to 1."""
     match kind:
         case "measured_one_device":

@@ -50,7 +50,7 @@ function settingOf(beat) {
 function showBeat(beat) {
   shown = beat;
   const figure = state.figure = simulated(settingOf(beat)), over = fullestPeak(figure) > LIMIT * GIB;
-  takeWidth();
+  measureWidth();
   svg.classList.toggle("many", figure.micro_batches > 32); // white rims would leave little of the colours
   show("simulated", figure);
   show("K = 1", figure.ofDevice.size > 1 && view.width >= NARROW ? state.asItRan : null);
@@ -156,7 +156,7 @@ function start() {
     const {of} = node.dataset, setting = of ? JSON.parse(of) : settingOf(node.closest(".beat"));
     node.textContent = FACTS[node.dataset.fact](simulated(setting));
   }
-  for (const [name, text] of Object.entries(WORDS)) {
+  for (const [name, text] of Object.entries(GLOSSARY)) {
     if (["1F0", "skip", "placement"].includes(name)) continue; // of the explorer
     field("words").appendChild(document.createElement("dt")).textContent = name;
     field("words").appendChild(document.createElement("dd")).textContent = text;

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from gpipe_cli.reporting.tables.check import conclude
+from gpipe_cli.reporting.tables.check import write_and_show
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import MIB, plural, rate
 
 Verdict = Literal["identical", "within the order of summation", "differs", "fails", "ours fails", "left out"]
-_AGREES = ("identical", "within the order of summation")
-UNIT = (
+_AGREEING_VERDICTS = ("identical", "within the order of summation")
+UNIT_NOTE = (
     "per layer, the largest difference that the order of summation explains: the distance between our gradients summed "
     "from the last micro-batch to the first and from the first to the last, or epsilon sqrt(n) times their norm for "
     "sums of n terms, if that is smaller"
@@ -23,7 +23,7 @@ UNIT = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     samples: int  # samples of a step
     rounds: list[list[float]]  # the seconds of each timed step of each round
     memory_bytes: int  # peak of the fullest process: the allocator's on a GPU; on a CPU, the growth of the process
@@ -42,10 +42,10 @@ class Row:
     schedule: str
     verdict: Verdict
     ours: str  # the schedule of ours whose speed and memory stand beside it
-    measured: Measured | None
-    ours_measured: Measured | None
+    measured: Measurement | None
+    ours_measured: Measurement | None
     layer: str | None = None  # the first layer that differs, in the order of the backward; else the layer furthest away
-    units: float | None = None  # its distance from ours, in units of `UNIT`
+    units: float | None = None  # its distance from ours, in units of `UNIT_NOTE`
     share: float | None = None  # its distance from ours as a share of our gradient's norm
     text: str = ""  # why it fails or is left out
 
@@ -69,7 +69,7 @@ class AgainstReport:
     def agrees(self) -> bool:
         """Whether gradients could be compared with a schedule of the other program, and none differs."""
         bad = any(row.verdict in ("differs", "ours fails") for row in self.rows)
-        return not bad and any(row.verdict in _AGREES and row.program != "pytorch" for row in self.rows)
+        return not bad and any(row.verdict in _AGREEING_VERDICTS and row.program != "pytorch" for row in self.rows)
 
     @property
     def verdict(self) -> str:
@@ -82,7 +82,7 @@ class AgainstReport:
             return f"differs: {len(bad)} of {plural(len(self.rows), 'row')}; first {where}"
         if not self.agrees:
             return f"fails: no gradients of {self.against} could be compared"
-        same = [row for row in self.rows if row.verdict in _AGREES]
+        same = [row for row in self.rows if row.verdict in _AGREEING_VERDICTS]
         bits = sum(row.verdict == "identical" for row in same)
         return f"agrees: {len(same)} of {plural(len(self.rows), 'row')}, {bits} of them bit by bit"
 
@@ -95,12 +95,12 @@ def show_against(console: Console, folder: Path, report: AgainstReport) -> None:
     ]  # fmt: skip
     notes: list[tuple[str, str]] = [(row.verdict, f"{row.schedule}: {row.text}") for row in report.rows if row.text]
     if any(row.units is not None for row in report.rows):
-        notes.append(("unit", UNIT))
+        notes.append(("unit", UNIT_NOTE))
     notes.append(("MiB", "peak of the fullest process; ours / theirs: speed, median (lowest, highest) of the rounds"))
-    results = asdict(report) | {"agrees": report.agrees, "verdict": report.verdict, "unit": UNIT}
+    results = asdict(report) | {"agrees": report.agrees, "verdict": report.verdict, "unit": UNIT_NOTE}
     results["rows"] = [asdict(row) | {"ratios": row.ratios} for row in report.rows]
     table = Table.of_rows("", headings, map(_cells, report.rows))
-    conclude(console, folder, results, table, dict.fromkeys(notes), gap=2)
+    write_and_show(console, folder, results, table, dict.fromkeys(notes), gap=2)
 
 
 def _cells(row: Row) -> Sequence[str]:
@@ -109,7 +109,7 @@ def _cells(row: Row) -> Sequence[str]:
     return row.schedule, _result(row), *_speed(row.measured), row.ours, *_speed(row.ours_measured), spread
 
 
-def _speed(measured: Measured | None) -> tuple[str, str]:
+def _speed(measured: Measurement | None) -> tuple[str, str]:
     if measured is None:
         return NONE, NONE
     return rate(measured.samples / measured.seconds), f"{measured.memory_bytes / MIB:.0f}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.reporting.run.lines import show_facts, show_text
+from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import write_result
 from gpipe_cli.units import loss, plural, spans
@@ -52,7 +52,7 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     headings = ("partitions", "schedule", "recompute", "executor", "result")
     usual = report.rows[0].variant.micro_batches
     rows = [row for row in report.rows if row.variant.micro_batches == usual]
-    table = Table.of_rows("", map(Column, headings), (_cells(group, rows) for group in _folded(rows)))
+    table = Table.of_rows("", map(Column, headings), (_cells(group, rows) for group in _merge_rows(rows)))
     notes = []
     for row in report.rows:
         if row.variant.micro_batches != usual:
@@ -68,10 +68,10 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     results = asdict(report)
     results["rows"] = [{**row.pop("variant")._asdict(), **row} for row in results["rows"]]
     results |= {"identical": report.identical, "verdict": report.verdict}
-    conclude(console, folder, results, table, notes, gap=3)
+    write_and_show(console, folder, results, table, notes, gap=3)
 
 
-def conclude(
+def write_and_show(
     console: Console, folder: Path, results: dict[str, Any], table: Table, notes: Iterable[tuple[str, str]], gap: int
 ) -> None:
     """Writes `results` to check.json in ``folder``, and shows the table, the notes and the verdict in the results.
@@ -82,21 +82,23 @@ def conclude(
         console.print()
         show_table(console, table, gap)
         console.print()
-        show_facts(console, [*notes, ("details", str(folder / CHECK))])
+        print_fields(console, [*notes, ("details", str(folder / CHECK))])
         show_text(console, results["verdict"], "bold")
 
 
-def _folded(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+def _merge_rows(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Merges rows with equal results where they form a whole group, else by number of partitions, else not at all."""
-    for group in _grouped(rows, lambda row: (row.variant.schedule, row.variant.executor == "pytorch", *_outcome(row))):
+    for group in _group_rows(
+        rows, lambda row: (row.variant.schedule, row.variant.executor == "pytorch", *_outcome_key(row))
+    ):
         if _is_whole(group, rows):
             yield group
             continue
-        for part in _grouped(group, lambda row: (row.variant.partitions,)):
+        for part in _group_rows(group, lambda row: (row.variant.partitions,)):
             yield from [part] if _is_whole(part, rows) else [[row] for row in part]
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> Iterable[list[Row]]:
+def _group_rows(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> Iterable[list[Row]]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -106,16 +108,16 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> I
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
     """Whether a group has all rows of its kinds but references, which have their own lines."""
     excluded = {"reference", "within tolerance"} - {group[0].verdict}
-    return len(group) == sum(row.verdict not in excluded for row in _of_same_kinds(group, rows))
+    return len(group) == sum(row.verdict not in excluded for row in _rows_of_same_kinds(group, rows))
 
 
-def _of_same_kinds(group: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+def _rows_of_same_kinds(group: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     """The rows of any schedule, partitions, recompute mode and executor that are in the group."""
     kinds = [set(values) for values in zip(*(row.variant for row in group), strict=True)]
     return [row for row in rows if all(map(set.__contains__, kinds, row.variant))]
 
 
-def _outcome(row: Row) -> tuple[object, ...]:
+def _outcome_key(row: Row) -> tuple[object, ...]:
     if row.verdict == "within tolerance":
         return row.verdict, f"{row.difference:.1e}"
     return row.verdict, row.layer, row.text
@@ -127,7 +129,7 @@ def _cells(group: Sequence[Row], rows: Sequence[Row]) -> tuple[str, ...]:
     executors = list(dict.fromkeys(variant.executor for variant in variants))
     result = _result(group[0])
     if len(group) > 1:
-        words = "others" if len(_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
+        words = "others" if len(_rows_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
         result += f" ({len(group)} {words})"
     return (
         ", ".join(spans(sorted({variant.partitions for variant in variants}), "..")),

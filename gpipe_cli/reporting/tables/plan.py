@@ -17,8 +17,8 @@ from gpipe_cli.config.settings import SAMPLE_WORDS, flattened
 from gpipe_cli.errors import show
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
-from gpipe_cli.reporting.run.description import name_and_size, precision_facts
-from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
+from gpipe_cli.reporting.run.description import dataset_label, precision_note
+from gpipe_cli.reporting.run.lines import print_fields, show_line, show_text
 from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.results.files import write_result
@@ -60,7 +60,7 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
         write_result(folder, plan.tree(), PLAN)
     finally:
         show_text(console, "plan: everything below is predicted; nothing was run", "bold")
-        show_facts(console, [*_answers(plan), *_what(plan)])
+        print_fields(console, [*_answers(plan), *_what_is_planned(plan)])
         console.print()
         if verbose:
             _show_layers(console, plan.layers)
@@ -71,17 +71,17 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
             _show_choice(console, choice)
         if verbose:
             _show_grid(console, plan.grid)
-        show_facts(console, _details(plan))
+        print_fields(console, _details(plan))
         show_shares(console, {"predicted": asdict(plan.breakdown)}, plan.ideal_bubble, plan)
 
 
-def stages_of(plan: Plan) -> Table:
+def stage_table(plan: Plan) -> Table:
     """A row for each stage, for programs; keys of its memory are dotted, `memory.total_bytes`."""
     rows = [{"stage": k, **dict(flattened(stage))} for k, stage in enumerate(plan.tree()["stages"])]
     return Table("stages", [Column(key, values=[row[key] for row in rows]) for key in rows[0]])
 
 
-def plans_of(plans: Sequence[SweptPlan]) -> Table:
+def plan_table(plans: Sequence[SweptPlan]) -> Table:
     """A row for each plan of a sweep, with the settings that vary, and the error if there is no plan."""
     varied = [key for key in plans[0].settings if key not in SYMBOLS]
 
@@ -94,7 +94,7 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
         column("partitions", "K", show, lambda plan: len(plan.stages)),
         column("micro_batches", "M", show, attrgetter("micro_batches")),
         *(Column.of(key, key, [swept.settings[key] for swept in plans], show) for key in varied),
-        column("step_seconds", "step", _step, attrgetter("step_seconds")),
+        column("step_seconds", "step", _format_step, attrgetter("step_seconds")),
         column("samples_per_second", "samples/s", rate, attrgetter("samples_per_second")),
         column("bubble", "bubble", percent, attrgetter("breakdown.bubble")),
         column("memory_bytes", "fullest stage", size, lambda plan: max(plan.held_bytes)),
@@ -107,26 +107,26 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
 
 def show_plans(console: Console, plans: Sequence[SweptPlan]) -> None:
     """Shows the table of a sweep, the reasons why planning failed, and the paths of the plans' pages."""
-    show_table(console, plans_of(plans), elsewhere="format=csv")
+    show_table(console, plan_table(plans), elsewhere="format=csv")
     console.print()
     refused = dict.fromkeys(("impossible", swept.error) for swept in plans if swept.error is not None)
     pages = (swept.plan.files["page"] for swept in plans if swept.plan is not None)
-    show_facts(console, [*refused, *(("page", page) for page in pages)])
+    print_fields(console, [*refused, *(("page", page) for page in pages)])
 
 
-def _what(plan: Plan) -> Iterator[tuple[str, str]]:
+def _what_is_planned(plan: Plan) -> Iterator[tuple[str, str]]:
     hardware = plan.hardware
     shared = f", shared by {hardware.memory_stages} stages" if (hardware.memory_stages or 1) > 1 else ""
     layers, partitions = plural(len(plan.layers), "layer"), plural(len(plan.stages), "partition")
     yield "model", f"{model_name(plan.config.model)}: {layers}, {count(plan.parameters)} parameters"
-    yield "dataset", name_and_size(plan.config.dataset)
+    yield "dataset", dataset_label(plan.config.dataset)
     replicas = f", R = {plan.config.replicas} replicas, of which one is shown" if plan.config.replicas > 1 else ""
     yield "pipeline", f"K = {partitions}, M = {plural(plan.micro_batches, 'micro-batch')}{replicas}"
     yield "schedule", f"{plan.schedule_name}, recompute {plan.recompute_name}"
     batch = plural(plan.step_samples, SAMPLE_WORDS[plan.config.task])
     tokens = plan.step_tokens
     yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"
-    yield from precision_facts(hardware.precision, hardware.computes_in)
+    yield from precision_note(hardware.precision, hardware.computes_in)
     peaks = {name: peak for name, peak in hardware.peak_flops_per_second.items() if peak is not None}
     sheet = ", ".join(f"{peak / 1e12:g} in {name}" for name, peak in peaks.items()).replace(" in", " TFLOP/s in", 1)
     yield "hardware", f"{hardware.name}{f': {sheet}' if sheet else ''}"
@@ -147,7 +147,7 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
     speed = f"{rate(plan.samples_per_second)} {SAMPLE_WORDS[plan.config.task]}s/s"
     tokens = plan.tokens_per_second
     speeds = speed if tokens is None else f"{rate(tokens)} tokens/s, {speed}"
-    step = _step(plan.step_seconds) if plan.step_range is None else duration_range(plan.step_range)
+    step = _format_step(plan.step_seconds) if plan.step_range is None else duration_range(plan.step_range)
     yield "predicted", f"{step} a step, {speeds}"
     baseline = baseline_of(plan)
     over = "one device with the whole mini-batch, nothing recomputed"
@@ -156,7 +156,7 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
     else:
         threads = f", {plural(baseline.layout.threads, 'thread')}" if baseline.layout.shares_cores else ""
         speed_up = baseline.step_seconds / plan.step_seconds
-        yield "speed-up", f"{speed_up:.2f} times as fast as {over}{threads}: {_step(baseline.step_seconds)}"
+        yield "speed-up", f"{speed_up:.2f} times as fast as {over}{threads}: {_format_step(baseline.step_seconds)}"
     held = plan.held_bytes
     limit = plan.layout.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
@@ -218,7 +218,7 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
         return [*process, str(len(stage.layers)), *work, *recomputed]
 
     rows = []
-    for numbers, label, same in _alike(stages, cells):
+    for numbers, label, same in _group_equal_stages(stages, cells):
         before, (layers, *behind) = same[:several], same[several:]
         first, last = stages[numbers[0]].layers[0], stages[numbers[-1]].layers[-1]
         each = " each" if len(numbers) > 1 else ""
@@ -243,7 +243,7 @@ def _show_memory(console: Console, plan: Plan) -> None:
         return [total, *shares, *values]
 
     headings = ["stage", "total", *([] if limit_bytes is None else ["of limit"]), *parts]
-    rows = [[label, *same] for _, label, same in _alike(plan.stages, cells)]
+    rows = [[label, *same] for _, label, same in _group_equal_stages(plan.stages, cells)]
     title = f"memory: predicted peak of each stage in {name}, libraries not included"
     _show_rows(console, title, headings, rows)
 
@@ -253,7 +253,9 @@ def _show_choice(console: Console, choice: Choice) -> None:
     for tried in choice.candidates:
         verdict = ", ".join(["chosen"] * (tried is choice.chosen) + [tried.reason] * bool(tried.reason))
         figures = (
-            ["-", "-"] if tried.plan is None else [_step(tried.plan.step_seconds), size(max(tried.plan.held_bytes))]
+            ["-", "-"]
+            if tried.plan is None
+            else [_format_step(tried.plan.step_seconds), size(max(tried.plan.held_bytes))]
         )
         rows.append([tried.value, *figures, verdict])
     title = f"{choice.setting} compared, predicted: {choice.rule}"
@@ -262,9 +264,9 @@ def _show_choice(console: Console, choice: Choice) -> None:
 
 def _show_grid(console: Console, lines: Sequence[str] | None) -> None:
     if lines is None:
-        show_facts(console, [("grid", "too large to show")])
+        print_fields(console, [("grid", "too large to show")])
     elif len(lines) > GRID_LINES or max(map(len, lines)) > console.width:
-        show_facts(console, [("grid", f"too large to show; {PLAN} has it")])
+        print_fields(console, [("grid", f"too large to show; {PLAN} has it")])
     else:
         for line in lines:
             show_line(console, line)
@@ -284,7 +286,7 @@ def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequ
     console.print()
 
 
-def _alike(
+def _group_equal_stages(
     stages: Sequence[PlannedStage], cells: Callable[[PlannedStage], list[str]]
 ) -> Iterator[tuple[list[int], str, list[str]]]:
     """Groups consecutive stages with equal cells: their numbers, their label, `3-7`, and the cells."""
@@ -293,6 +295,6 @@ def _alike(
         yield numbers, str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", same
 
 
-def _step(seconds: float) -> str:
+def _format_step(seconds: float) -> str:
     """``duration``, with one more digit from 1 s to 10 s, for steps that are compared."""
     return f"{seconds:.2f} s" if 0.9995 <= seconds < 9.995 else duration(seconds)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.errors import InputError, with_type
-from gpipe_cli.reporting.run.lines import show_facts, show_text
+from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_markdown
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.files import write_whole
@@ -63,10 +63,10 @@ def show_reproduction(console: Console, reproduction: Reproduction, folder: Path
         named = replace(table, names=sum(not column.origin for column in table.columns))
         show_table(console, named, gap=3, elsewhere=f"{REPRODUCTION}.md")
     console.print()
-    show_facts(console, reproduction.notes)
-    show_facts(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])
-    show_facts(console, reproduction.files)
-    show_facts(console, [("written to", str(folder / f"{REPRODUCTION}.md"))])
+    print_fields(console, reproduction.notes)
+    print_fields(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])
+    print_fields(console, reproduction.files)
+    print_fields(console, [("written to", str(folder / f"{REPRODUCTION}.md"))])
 
 
 def markdown(reproduction: Reproduction) -> str:

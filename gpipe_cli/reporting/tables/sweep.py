@@ -20,11 +20,11 @@ from rich.text import Text
 from gpipe_cli.config.pipeline_settings import Decides
 from gpipe_cli.config.settings import flattened, not_deciding
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, show
-from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
-from gpipe_cli.reporting.run.lines import show_facts, show_text
+from gpipe_cli.reporting.plots.timeline_values import SHARES, idle_share
+from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
-from gpipe_cli.reporting.run.summary import results_depend_on_threads, speed_kind
+from gpipe_cli.reporting.run.summary import describe_speed_kind, results_depend_on_threads
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column, Table, show_table, to_csv
 from gpipe_cli.results.bench import BENCH, CSV, BenchRow, BenchTable
 from gpipe_cli.results.files import write_result
@@ -38,7 +38,7 @@ _MEASURED = (
     "model_flops_per_second",
 )  # fmt: skip
 AUTO = "auto"  # the value of a setting that gpipe chooses
-HOPELESS = ("impossible", "out_of_memory")  # final, like a measurement: another round would end in the same way
+NOT_RETRYABLE = ("impossible", "out_of_memory")  # final, like a measurement: another round would end in the same way
 _ENDS = {0: "measured", BAD_INPUT: "impossible", -9: "out_of_memory", INTERRUPTED: "interrupted"}  # exit code -> status
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|not enough memory|MemoryError|std::bad_alloc"
@@ -88,10 +88,10 @@ def show_sweep(runs: Sequence[Run]) -> None:
     measures += chosen("validation_perplexity", "test_perplexity", "tokens_per_second") if True in texts else []
     chosen_by = any(run.result.validation for run in runs if run.result)
     measures = [measure for measure in measures if chosen_by or not measure.key.startswith("validation")]
-    cuts = {key: [_cut(run, key) for run in runs] for key in SYMBOLS}
+    cuts = {key: [_cut_value(run, key) for run in runs] for key in SYMBOLS}
     columns = [Column("run", cells=[str(run.number) for run in runs], number=True)]
     columns += [
-        Column(SYMBOLS[key], cells=[_shown(value) for value in values], number=True)
+        Column(SYMBOLS[key], cells=[_format_cell(value) for value in values], number=True)
         for key, values in cuts.items()
         if any(value is not None for value in values)
     ]
@@ -104,7 +104,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
     columns.append(Column("status", cells=[run.status for run in runs]))
     names = len(columns)
     columns += [
-        Column.measured(measure, [measure.value(run.result) for run in runs])
+        Column.of_measure(measure, [measure.value(run.result) for run in runs])
         for measure in (*measures, MEASURES["step_seconds"])
     ]
     kinds = [run.result.samples_per_second_kind if run.result else None for run in runs]
@@ -113,10 +113,10 @@ def show_sweep(runs: Sequence[Run]) -> None:
     results = [run.result for run in runs if run.result]
     if by_threads := results_depend_on_threads(results):
         threads = [run.result and run.result.threads for run in runs]
-        columns.append(Column("threads", cells=list(map(_shown, threads)), number=True))
+        columns.append(Column("threads", cells=list(map(_format_cell, threads)), number=True))
     # a refused run wrote no result, and the microseconds until then mean nothing
     seconds = MEASURES["seconds"]
-    columns.append(Column.measured(seconds, [seconds.value(run.result) for run in runs]))
+    columns.append(Column.of_measure(seconds, [seconds.value(run.result) for run in runs]))
     console = Console()
     folder = runs[0].folder.parent
     console.rule(Text(f"sweep {folder}"), align="left")
@@ -125,27 +125,27 @@ def show_sweep(runs: Sequence[Run]) -> None:
         if run.error:
             show_text(console, f"run {run.number}: {run.error}")
     if by_threads:
-        show_facts(console, [("threads", f"different numbers per process: {by_threads}")])
+        print_fields(console, [("threads", f"different numbers per process: {by_threads}")])
     if len(results) > 1:
-        show_facts(console, [("compare", f"gpipe compare {shlex.quote(str(folder))}")])
+        print_fields(console, [("compare", f"gpipe compare {shlex.quote(str(folder))}")])
 
 
-def _cut(run: Run, key: str) -> Any:
+def _cut_value(run: Run, key: str) -> Any:
     """K or M of a run: the resolved value, or without a result the requested one; None if none was requested."""
     resolved = run.result.config.get(key) if run.result else None
     return run.settings.get(key) if resolved is None else resolved
 
 
-def _shown(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return "-" if value is None else show(value)
 
 
-def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
+def show_remaining(planned: int, runs: Sequence[Run], resume_command: str) -> None:
     """Says how many runs of a sweep are left, and which command continues it; nothing if all have succeeded."""
     left = planned - len(runs)
     if left > 0 or any(run.failed for run in runs):
         rest = f"{left} of {planned} not run; " if left > 0 else ""
-        Console().print(Text(f"{rest}resume with  {go_on_with}"), soft_wrap=True)
+        Console().print(Text(f"{rest}resume with  {resume_command}"), soft_wrap=True)
 
 
 def bench_status(run: Run) -> str:
@@ -162,7 +162,7 @@ def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -
     first = next((runs for n, runs in zip(numbers, measured, strict=True) if runs and baseline in (None, n)), [])
     varies = list(dict.fromkeys(key for cell in cells for key in cell[0].settings))
     auto = [key for key in varies if any(cell[0].settings.get(key) == AUTO for cell in cells)]
-    resolved = _differing(measured, {*varies} - {*auto}, auto)
+    resolved = _differing_values(measured, {*varies} - {*auto}, auto)
     rows = (
         replace(_row(cell, medians, first, differing), baseline=baseline == cell[0].number)
         for cell, medians, differing in zip(cells, measured, resolved, strict=True)
@@ -184,7 +184,7 @@ def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
     """Shows the rows, why cells were not measured, notes, and where the files are."""
     rows, varies = table.rows, table.varies
     console.rule(Text(f"sweep {folder}"), align="left")
-    show_table(console, Table("", list(_columns(rows, varies)), len(_naming(varies)) + 1), elsewhere=CSV)
+    show_table(console, Table("", list(_columns(rows, varies)), len(_naming_settings(varies)) + 1), elsewhere=CSV)
     console.print()
     reasons: dict[str, list[str]] = {}  # why cells were not measured -> their names
     for number, row in enumerate(rows, start=1):
@@ -194,8 +194,8 @@ def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
             reasons.setdefault(f"{row.status.replace('_', ' ')}: {row.reason}", []).append(name)
     for why, names in reasons.items():
         show_text(console, f"{'; '.join(names)}: {why}")
-    show_facts(console, _notes(rows, varies))
-    show_facts(console, [("written to", f"{folder / BENCH}, {CSV}")])
+    print_fields(console, _notes(rows, varies))
+    print_fields(console, [("written to", f"{folder / BENCH}, {CSV}")])
 
 
 def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], resolved: dict[str, Any]) -> BenchRow:
@@ -210,10 +210,10 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
         medians.add(result.breakdown.measured or {})
     shares = measured_breakdown(medians)
 
-    def middle(key: str) -> float | None:
+    def median_of(key: str) -> float | None:
         return _median(getattr(result, key) for result in results)
 
-    def each(key: str, combine: Callable[[Iterable[Any]], Any]) -> tuple[Any, ...] | None:
+    def combine_rounds(key: str, combine: Callable[[Iterable[Any]], Any]) -> tuple[Any, ...] | None:
         """Combines tuples of all rounds by entry, except those with another K than the first (partitions=auto)."""
         counted = [values for result in results if (values := getattr(result, key))]
         alike = [values for values in counted if len(values) == len(counted[0])]
@@ -221,31 +221,31 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
 
     return BenchRow(
         settings=dict(cell[0].settings),
-        **{key: _cut((*measured, cell[0])[0], key) for key in SYMBOLS},
+        **{key: _cut_value((*measured, cell[0])[0], key) for key in SYMBOLS},
         status=status,
         reason=(statuses[status].error or None) if status not in ("measured", "interrupted") else None,
-        samples_per_second=middle("samples_per_second"),
-        samples_per_second_quartiles=each("samples_per_second_quartiles", median),
+        samples_per_second=median_of("samples_per_second"),
+        samples_per_second_quartiles=combine_rounds("samples_per_second_quartiles", median),
         rounds_measured=len(results),
         range_over_rounds=(min(speeds), max(speeds)) if speeds else None,
-        relative=_relative(measured, first),
-        step_seconds=middle("step_seconds"),
+        relative=_relative_speed(measured, first),
+        step_seconds=median_of("step_seconds"),
         breakdown=shares,
-        idle=None if shares is None else idle(shares),
+        idle=None if shares is None else idle_share(shares),
         bubble=None if shares is None else shares["bubble"],
-        ideal_bubble=middle("ideal_bubble"),
-        memory_bytes=each("memory_bytes", max),
-        activation_bytes=each("activation_bytes", max),
-        model_flops_per_second=middle("model_flops_per_second"),
-        mfu=middle("mfu"),
+        ideal_bubble=median_of("ideal_bubble"),
+        memory_bytes=combine_rounds("memory_bytes", max),
+        activation_bytes=combine_rounds("activation_bytes", max),
+        model_flops_per_second=median_of("model_flops_per_second"),
+        mfu=median_of("mfu"),
         without_core=max((result.without_core for result in results if result.without_core is not None), default=None),
         kind=max((str(result.samples_per_second_kind) for result in results), default=None),
         executor=results[0].executor if results else None,
         threads=results[0].threads if results else None,
         folders=tuple(run.folder.name for run in cell if run.result),
         resolved=resolved,
-        tokens_per_second=middle("tokens_per_second"),
-        tokens_per_second_quartiles=each("tokens_per_second_quartiles", median),
+        tokens_per_second=median_of("tokens_per_second"),
+        tokens_per_second_quartiles=combine_rounds("tokens_per_second_quartiles", median),
     )
 
 
@@ -262,7 +262,7 @@ def _line(row: BenchRow, varies: Sequence[str]) -> dict[str, Any]:
     return line
 
 
-def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
+def _relative_speed(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
     """The speed relative to the baseline's: the median of the ratios within each round."""
     if len({run.result.text for run in (*cell, *first) if run.result}) > 1:
         return None
@@ -271,7 +271,7 @@ def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
     return _median(speed / other for speed, other in speeds if speed is not None and other)
 
 
-def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[str]) -> list[dict[str, Any]]:
+def _differing_values(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[str]) -> list[dict[str, Any]]:
     """Per row, the values that differ between rows without being varied, and those chosen for settings in `auto`."""
     flat: list[dict[str, Any]] = []
     for cell in cells:
@@ -283,13 +283,13 @@ def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[s
     rows = [row for row in flat if row]
     left_out = tuple(f"{key}." for key in (*asked, *not_deciding(Decides.COMPARED | Decides.STEP)))
 
-    def kept(key: str) -> bool:
+    def is_kept(key: str) -> bool:
         if f"{key}.".startswith(left_out):
             return False
         chosen = key in auto and any(row.get(key) != AUTO for row in rows)
         return chosen or any(row.get(key) != rows[0].get(key) for row in rows)
 
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if kept(key)]
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if is_kept(key)]
     return [{key: row.get(key) for key in keys} if row else {} for row in flat]
 
 
@@ -315,12 +315,12 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
 
     def number(measure: Measure) -> Column:
         # Rows of text are compared in tokens/s: their samples are sentences, which differ in length.
-        return Column.measured(
+        return Column.of_measure(
             measure, [None if measure is SAMPLES and row.text else measure.value(row) for row in rows]
         )
 
-    for key in _naming(varies):
-        cells = [asked(row, key) if key in varies else _shown(getattr(row, key)) for row in rows]
+    for key in _naming_settings(varies):
+        cells = [asked(row, key) if key in varies else _format_cell(getattr(row, key)) for row in rows]
         yield words(SYMBOLS.get(key, key), cells)
     yield words("status", [row.status.replace("_", " ") for row in rows])
     tokens, samples = number(TOKENS), number(SAMPLES)
@@ -340,7 +340,7 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
             yield words(key, [show(row.resolved.get(key, "-")) for row in rows])
 
 
-def _naming(varies: Sequence[str]) -> list[str]:
+def _naming_settings(varies: Sequence[str]) -> list[str]:
     """The settings that have columns: always K and M, so that a table can be read on its own."""
     return [*SYMBOLS, *(key for key in varies if key not in SYMBOLS)]
 
@@ -350,7 +350,7 @@ def _notes(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[tuple[st
     kinds = {row.kind for row in measured}
     if len(kinds) == 1:
         shares = (share for row in measured if (share := row.without_core) is not None)
-        yield "speed", speed_kind(str(kinds.pop()), max(shares, default=None))
+        yield "speed", describe_speed_kind(str(kinds.pop()), max(shares, default=None))
     for number, row in enumerate(rows, start=1):
         if row.baseline:
             which = "" if row.status == "measured" else f", which is {row.status.replace('_', ' ')}"
@@ -358,8 +358,10 @@ def _notes(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[tuple[st
     if measured:
         yield "memory", "peak of the fullest stage: of its process, on a GPU of PyTorch's allocator"
         yield "activations", "counted on the fullest stage; the bubble is measured"
-    for key in dict.fromkeys(key for row in rows for key in row.resolved if key not in (*_SHORT, *_naming(varies))):
+    for key in dict.fromkeys(
+        key for row in rows for key in row.resolved if key not in (*_SHORT, *_naming_settings(varies))
+    ):
         values = [show(row.resolved.get(key, "-")) for row in rows]
         yield "also differs", f"{key}: {', '.join(values)}"
-    if not measured and any(row.status in HOPELESS for row in rows):
+    if not measured and any(row.status in NOT_RETRYABLE for row in rows):
         yield "", "nothing was measured"

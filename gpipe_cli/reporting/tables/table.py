@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gpipe_cli.errors import show
-from gpipe_cli.reporting.run.lines import show_line, show_text, wrapped
+from gpipe_cli.reporting.run.lines import show_line, show_text, wrap
 from gpipe_cli.results.files import as_json
 from gpipe_cli.results.measures import Measure
 from gpipe_cli.units import plural
@@ -51,7 +51,7 @@ class Column:
         return cls(heading, cells=cells, number=True, key=key, values=values, printed=printed)
 
     @classmethod
-    def measured(
+    def of_measure(
         cls, measure: Measure, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
     ) -> Self:
         """A column of a measure. The heading has a unit, chosen for all of ``alike``; None: each cell has its own."""
@@ -61,7 +61,7 @@ class Column:
         return cls.of(measure.key, measure.wide(unit), values, bare, printed=printed)
 
     @property
-    def right(self) -> bool:
+    def is_right_aligned(self) -> bool:
         """Whether the column is right-aligned: it holds numbers."""
         return self.number or self.origin != ""
 
@@ -120,7 +120,7 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
     if width is not None and elsewhere:
         shown = columns[: table.names]
         for column in columns[table.names :]:
-            if sum(_least(other) + gap for other in (*shown, column)) - gap <= width:
+            if sum(_min_width(other) + gap for other in (*shown, column)) - gap <= width:
                 shown.append(column)
     rule = "\u2500" if console.encoding.startswith("utf") else "-"
     for line, style in _lines(shown, _widths(shown, width, gap), gap, rule):
@@ -130,7 +130,7 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
         show_text(console, f"{left_out}: {elsewhere}, or a wider terminal")
 
 
-def formatted(table: Table, form: str) -> str:
+def to_text(table: Table, form: str) -> str:
     """A table for programs, `json` or `csv`, or for papers, `latex`."""
     if form == "latex":
         return to_latex(table)
@@ -144,7 +144,7 @@ def to_latex(table: Table) -> str:
     def line(cells: Iterable[str]) -> str:
         return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
 
-    begin = rf"\begin{{tabular}}{{{''.join('r' if column.right else 'l' for column in columns)}}}"
+    begin = rf"\begin{{tabular}}{{{''.join('r' if column.is_right_aligned else 'l' for column in columns)}}}"
     rows = map(line, Table("", columns).rows)
     lines = [begin, r"\toprule", line(column.heading for column in columns), r"\midrule", *rows, r"\bottomrule"]
     return "\n".join([*lines, r"\end{tabular}", ""])
@@ -174,7 +174,7 @@ def to_markdown(table: Table) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
     headings = line(", ".join(filter(None, (column.heading, column.origin_line))) for column in table.columns)
-    ruler = line("---:" if column.right else "---" for column in table.columns)
+    ruler = line("---:" if column.is_right_aligned else "---" for column in table.columns)
     return headings + ruler + "".join(map(line, table.rows))
 
 
@@ -194,7 +194,7 @@ def to_html(table: Table) -> str:
 
 
 def _class(column: Column, cell: str = "") -> str:
-    words = [column.origin] * (column.origin != "") + ["text"] * (not column.right)
+    words = [column.origin] * (column.origin != "") + ["text"] * (not column.is_right_aligned)
     words += ["failed"] * _is_failure(column, cell)
     return f' class="{" ".join(words)}"' if words else ""
 
@@ -209,7 +209,7 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
     headings = []
     for column, width in zip(columns, widths, strict=True):
         parts = [*column.heading.split("\n"), *([column.origin_line] if origins else [])]
-        headings.append([line for part in parts for line in _shortened(part, width)])
+        headings.append([line for part in parts for line in _wrap_cell(part, width)])
     most = max(map(len, headings))
     headings = [[""] * (most - len(lines)) + lines for lines in headings]  # aligned at the bottom
 
@@ -217,7 +217,7 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
         padded = []
         for column, width, cell in zip(columns, widths, cells, strict=True):
             pad = " " * (width - cell_len(cell))
-            padded.append(f"{pad}{cell}" if column.right else f"{cell}{pad}")
+            padded.append(f"{pad}{cell}" if column.is_right_aligned else f"{cell}{pad}")
         return (" " * gap).join(padded).rstrip()
 
     for cells in zip(*headings, strict=True):
@@ -225,12 +225,12 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
     yield rule * (sum(widths) + gap * (len(columns) - 1)), ""
     for row in Table("", columns).rows:
         failed = any(_is_failure(column, cell) for column, cell in zip(columns, row, strict=True))
-        cell_lines = (_shortened(cell, width) for cell, width in zip(row, widths, strict=True))
+        cell_lines = (_wrap_cell(cell, width) for cell, width in zip(row, widths, strict=True))
         for cells in zip_longest(*cell_lines, fillvalue=""):
             yield line(cells), "red" if failed else ""
 
 
-def _shortened(text: str, width: int) -> Sequence[str]:
+def _wrap_cell(text: str, width: int) -> Sequence[str]:
     """`text` in lines of at most `width` characters; a longer word loses its middle."""
     if cell_len(text) <= width:
         return [text]
@@ -238,34 +238,34 @@ def _shortened(text: str, width: int) -> Sequence[str]:
         word if len(word) <= width else f"{word[: width // 2 - 1]}...{word[2 - width + width // 2 :]}"
         for word in text.split()
     )
-    return wrapped(" ".join(words), width)
+    return wrap(" ".join(words), width)
 
 
 def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]:
     """The width of each column in characters, in a table of at most ``width``, or of any width if that is None. Spare
     room goes first to columns of numbers, then to texts; missing room is taken from the widest texts."""
     if width is None:
-        return [_most(column) for column in columns]
-    widths = [_least(column) for column in columns]
+        return [_max_width(column) for column in columns]
+    widths = [_min_width(column) for column in columns]
     room = width - gap * (len(columns) - 1) - sum(widths)
-    for at in sorted(range(len(columns)), key=lambda at: not columns[at].right):
-        more = max(0, min(room, _most(columns[at]) - widths[at]))
+    for at in sorted(range(len(columns)), key=lambda at: not columns[at].is_right_aligned):
+        more = max(0, min(room, _max_width(columns[at]) - widths[at]))
         widths[at] += more
         room -= more
-    texts = [at for at, column in enumerate(columns) if not column.right]
+    texts = [at for at, column in enumerate(columns) if not column.is_right_aligned]
     while room < 0 and texts and widths[at := max(texts, key=widths.__getitem__)] > MIN_TEXT_WIDTH:
         widths[at] -= 1
         room += 1
     return widths
 
 
-def _least(column: Column) -> int:
+def _min_width(column: Column) -> int:
     """The least width of a column: that of its longest number, or of the longest word of its heading or texts."""
     words = [*column.heading.split(), column.origin_line]
-    words += column.cells if column.right else [word for cell in column.cells for word in cell.split()]
+    words += column.cells if column.is_right_aligned else [word for cell in column.cells for word in cell.split()]
     return max(map(cell_len, words))
 
 
-def _most(column: Column) -> int:
+def _max_width(column: Column) -> int:
     """The width of a column in which nothing is wrapped."""
     return max(map(cell_len, (*column.heading.split("\n"), column.origin_line, *column.cells)))

@@ -20,14 +20,16 @@ from gpipe_cli.pipeline.runtime.tied_weights import other_names
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, page_locked, using_device
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import files
-from gpipe_cli.training.checkpoint.restore import state_of_stage
+from gpipe_cli.training.checkpoint.restore import collect_stage_state
 from gpipe_cli.training.engine import Engine, WorkerProcess
 
-_LOOKS_SECONDS = 0.1  # interval at which process 0 looks for the parts of other processes
-_VISIBLE_SECONDS = 10.0  # time in which parts that are written must become visible to process 0 on a shared disk
-_LAST_SECONDS = 5.0  # how long a failed process waits for the checkpoint that is being written
-_SAID_SECONDS = 0.5  # shorter waits are not reported
-_ALIGNED_BYTES = 64  # each copy begins at a multiple of these
+_POLL_SECONDS = 0.1  # interval at which process 0 looks for the parts of other processes
+_VISIBILITY_TIMEOUT_SECONDS = (
+    10.0  # time in which parts that are written must become visible to process 0 on a shared disk
+)
+_FINAL_WAIT_SECONDS = 5.0  # how long a failed process waits for the checkpoint that is being written
+_REPORT_AFTER_SECONDS = 0.5  # shorter waits are not reported
+_ALIGNMENT_BYTES = 64  # each copy begins at a multiple of these
 
 State = dict[str, torch.Tensor]
 
@@ -39,7 +41,7 @@ class Snapshot:
         self._copies: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def take(self, tensors: State) -> tuple[State, Callable[[], None]]:
+    def copy_to_host(self, tensors: State) -> tuple[State, Callable[[], None]]:
         """Contiguous copies, and a function that waits until they have arrived from the GPUs. The tensors may change at
         once, as a GPU copies before its next computation. The copies of the previous call are overwritten.
 
@@ -50,27 +52,27 @@ class Snapshot:
             for name, copy in self._copies.items()
             if (source := tensors.get(name)) is not None and (copy.shape, copy.dtype) == (source.shape, source.dtype)
         }
-        copies = kept | _memory_for({name: tensor for name, tensor in tensors.items() if name not in kept})
+        copies = kept | _allocate_host_copies({name: tensor for name, tensor in tensors.items() if name not in kept})
         for name, tensor in tensors.items():
             copies[name].copy_(tensor, non_blocking=True)
         self._copies = copies
         devices = {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}
-        copied = {device: current_stream(device).record_event() for device in devices}
+        copy_events = {device: current_stream(device).record_event() for device in devices}
 
-        def arrived() -> None:
-            for device, event in copied.items():
+        def wait_for_copies() -> None:
+            for device, event in copy_events.items():
                 with using_device(device):
                     event.synchronize()
 
-        return copies, arrived
+        return copies, wait_for_copies
 
 
-def _memory_for(tensors: State) -> State:
+def _allocate_host_copies(tensors: State) -> State:
     """Contiguous host tensors like these, of undefined values; page-locked, in few blocks, for those of a GPU."""
     on_gpu = {name: tensor for name, tensor in tensors.items() if is_accelerator(tensor.device)}
     on_host = {name: tensor for name, tensor in tensors.items() if name not in on_gpu}
     made = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in on_host.items()}
-    sizes, places = in_blocks([tensor.nbytes for tensor in on_gpu.values()])
+    sizes, places = pack_into_blocks([tensor.nbytes for tensor in on_gpu.values()])
     blocks = [page_locked(size) for size in sizes]
     for (name, tensor), (block, offset) in zip(on_gpu.items(), places, strict=True):
         memory = blocks[block][offset : offset + tensor.nbytes]
@@ -78,20 +80,20 @@ def _memory_for(tensors: State) -> State:
     return made
 
 
-def in_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """The sizes of blocks that hold pieces of these `sizes` in bytes, and the block and the offset of each piece.
 
     torch rounds page-locked memory up to a power of two: if each piece had its own memory, up to half of it would be
     unused. So blocks are powers of two: each as large as what is left, rounded down, and filled with the largest
     pieces first.
     """
-    left = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
+    left = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
     blocks, used = list[int](), list[int]()
     places = [(0, 0)] * len(sizes)
     total = sum(left)
     for piece in sorted(range(len(sizes)), key=lambda piece: -left[piece]):
         size = left[piece]
-        block = next((at for at, taken in enumerate(used) if taken + size <= blocks[at]), len(blocks))
+        block = next((at for at, filled in enumerate(used) if filled + size <= blocks[at]), len(blocks))
         if block == len(blocks):
             whole = 1 << max((size - 1).bit_length(), total.bit_length() - 1) if size else 0
             blocks.append(whole)
@@ -123,8 +125,10 @@ class CheckpointWriter:
         # which completes the checkpoint, else the same. A job's result is None, or why it failed.
         self._writing: Future[str | None]
         self._work: Future[str | None]
-        self._given_up = threading.Event()  # set once a process has failed to write
-        self._parts_written: float | None = None  # `time.monotonic()` when all other processes were seen to be done
+        self._write_failed = threading.Event()  # set once a process has failed to write
+        self._all_parts_written_at: float | None = (
+            None  # `time.monotonic()` when all other processes were seen to be done
+        )
 
     def after_step(self, progress: files.Progress, *, save: bool) -> files.Progress:
         """Begin a checkpoint if `save`, once the previous one is complete. Returns `progress`, with the best step of
@@ -133,49 +137,51 @@ class CheckpointWriter:
         Raises CheckpointError if the run's folder is gone. Any other failure to write is only reported.
         """
         if self._written is not None:
-            self._look(last=False)
+            self._poll(last=False)
         if save:
-            self._finish(progress.step, last=False)
+            self._wait_until_written(progress.step, last=False)
         if self._written is None and progress.best_step != progress.step:
             last = self.last
             progress = replace(progress, best_score=last.best_score, best_step=last.best_step, best=last.best)
         if save:
-            self._begin(progress)
+            self._start_checkpoint(progress)
         return progress
 
     def close(self, step: int) -> None:
         """After the last step: wait for the last checkpoint. Raises CheckpointError if it cannot be written."""
-        self._finish(step, last=True)
+        self._wait_until_written(step, last=True)
         self._thread.shutdown()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """In a process that has failed: wait a few seconds for the checkpoint that is being written."""
         if self._written is None:
             return
         with self.control.waits(Awaited.LAST_CHECKPOINT):
-            wait([self._work], _LAST_SECONDS)
+            wait([self._work], _FINAL_WAIT_SECONDS)
         if self.control.is_rank_zero and self._work.done() and self._work.result() is None:
             self.process.report(events.CheckpointWritten(self._written.step))
 
-    def _begin(self, progress: files.Progress) -> None:
+    def _start_checkpoint(self, progress: files.Progress) -> None:
         spec = self.engine.spec
         writes = spec.layout.replica_of(self.control.rank) == 0  # replicas are identical
-        states = {k: state_of_stage(self.engine, k) for k in (self.engine.stages if writes else ())}
-        snapshots = {k: self._snapshots[k].take(state) for k, state in states.items()}
-        draft = files.draft_of(self.folder, progress.step)
-        self._given_up.clear()
-        self._parts_written = None
+        states = {k: collect_stage_state(self.engine, k) for k in (self.engine.stages if writes else ())}
+        snapshots = {k: self._snapshots[k].copy_to_host(state) for k, state in states.items()}
+        staging = files.staging_dir(self.folder, progress.step)
+        self._write_failed.clear()
+        self._all_parts_written_at = None
 
         def write() -> None:
             written = []
-            for k, (copies, arrived) in snapshots.items():
-                arrived()
-                written.append(files.write_stage(draft, k, copies))
+            for k, (copies, wait_for_copies) in snapshots.items():
+                wait_for_copies()
+                written.append(files.write_stage(staging, k, copies))
             if writes:
-                files.write_part(draft, self.control.rank, written)
+                files.write_part(staging, self.control.rank, written)
 
         def complete() -> None:
-            written = [file for process in range(spec.layout.of_pipeline) for file in self._part(draft, process)]
+            written = [
+                file for process in range(spec.layout.of_pipeline) for file in self._wait_for_part(staging, process)
+            ]
             layers = tuple(name for names in spec.layer_names for name in names)
             elsewhere = other_names(spec.ties)
             with_state = {name.rpartition("/")[0] for file in written for name in file.tensors}
@@ -183,54 +189,57 @@ class CheckpointWriter:
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
             index = files.Index(progress, layers, tuple(written), stateless, self.classes)
             # a run that is killed at any moment, and resumed from here, will not report these steps again
-            self.process.report(events.CheckpointComing(progress.step))
-            self.process.until_handled()
-            files.finish_checkpoint(draft, index, config=self.config_yaml, keep=self.keep)
+            self.process.report(events.CheckpointReady(progress.step))
+            self.process.flush_messages()
+            files.finish_checkpoint(staging, index, config=self.config_yaml, keep=self.keep)
 
         self._written = progress
-        self._writing = self._work = self._thread.submit(_why_not, write)
+        self._writing = self._work = self._thread.submit(_run_job, write)
         if self.control.is_rank_zero:
-            self._work = self._thread.submit(_why_not, complete)
+            self._work = self._thread.submit(_run_job, complete)
 
-    def _part(self, draft: Path, process: int) -> list[files.WrittenFile]:
+    def _wait_for_part(self, staging: Path, process: int) -> list[files.WrittenFile]:
         """Wait for the files that `process` writes. Raises CheckpointError if a part fails or stays invisible."""
-        while (part := files.read_part(draft, process)) is None:
-            if self._writing.result() is not None or self._given_up.wait(_LOOKS_SECONDS):
+        while (part := files.read_part(staging, process)) is None:
+            if self._writing.result() is not None or self._write_failed.wait(_POLL_SECONDS):
                 raise files.CheckpointError("a part of it is missing")
-            if self._parts_written is not None and time.monotonic() - self._parts_written > _VISIBLE_SECONDS:
+            if (
+                self._all_parts_written_at is not None
+                and time.monotonic() - self._all_parts_written_at > _VISIBILITY_TIMEOUT_SECONDS
+            ):
                 why = f"what process {process} has written is not in {self.folder} here; use a folder of a shared disk"
                 raise files.CheckpointError(why)
         return part
 
-    def _finish(self, step: int, *, last: bool) -> None:
+    def _wait_until_written(self, step: int, *, last: bool) -> None:
         """Wait until no checkpoint is being written; report the wait if it was long."""
         began = time.perf_counter()
-        awaited = self._written
+        pending = self._written
         if self._written is not None:
             # Once all parts are written, or a part has failed, process 0 no longer waits for others.
             for work in (self._writing, self._work):
                 with self.control.waits(Awaited.DISK):
                     wait([work])
-                self._look(last=last)
+                self._poll(last=last)
                 if self._written is None:
                     break
         seconds = time.perf_counter() - began
-        if awaited is not None and self.control.is_rank_zero and seconds >= _SAID_SECONDS:
-            self.process.report(events.CheckpointAwaited(step, awaited.step, seconds))
+        if pending is not None and self.control.is_rank_zero and seconds >= _REPORT_AFTER_SECONDS:
+            self.process.report(events.CheckpointStalled(step, pending.step, seconds))
 
-    def _look(self, *, last: bool) -> None:
+    def _poll(self, *, last: bool) -> None:
         """Exchange with all processes whether they are done with the checkpoint, and whether any of them failed."""
         progress = self._written
         assert progress is not None
-        ended = self._work.done()
+        done = self._work.done()
         reasons = [work.result() for work in (self._writing, self._work) if work.done()]
-        answers = self.control.collect((ended, next(filter(None, reasons), None)))
-        why = next((text for _, text in reversed(answers) if text is not None), None)  # 0 may fail due to others
+        states = self.control.collect((done, next(filter(None, reasons), None)))
+        why = next((text for _, text in reversed(states) if text is not None), None)  # 0 may fail due to others
         if why is not None:
-            self._given_up.set()
-        if self._parts_written is None and all(done for done, _ in answers[1:]):
-            self._parts_written = time.monotonic()
-        if not all(done for done, _ in answers):
+            self._write_failed.set()
+        if self._all_parts_written_at is None and all(done for done, _ in states[1:]):
+            self._all_parts_written_at = time.monotonic()
+        if not all(done for done, _ in states):
             return
         self._written = None
         if why is None:
@@ -238,9 +247,9 @@ class CheckpointWriter:
             message: object = events.CheckpointWritten(progress.step)
         else:
             if self.control.is_rank_zero:
-                shutil.rmtree(files.draft_of(self.folder, progress.step), ignore_errors=True)  # frees disk space
+                shutil.rmtree(files.staging_dir(self.folder, progress.step), ignore_errors=True)  # frees disk space
             if self.control.is_rank_zero and not self.folder.is_dir():
-                raise files.CheckpointError(f"{self.folder}: {files.GONE}")
+                raise files.CheckpointError(f"{self.folder}: {files.RUN_FOLDER_MISSING}")
             if last:
                 raise files.CheckpointError(why)
             message = events.CheckpointFailed(progress.step, why)
@@ -248,7 +257,7 @@ class CheckpointWriter:
             self.process.report(message)
 
 
-def _why_not(write: Callable[[], None]) -> str | None:
+def _run_job(write: Callable[[], None]) -> str | None:
     try:
         write()
     except files.CheckpointError as error:

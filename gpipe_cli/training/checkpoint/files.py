@@ -37,12 +37,12 @@ from gpipe_cli.system.files import (
     sync,
     write_whole,
 )
-from gpipe_cli.training.events import Tested
+from gpipe_cli.training.events import EvalRecord
 
 FORMAT = 2
 _PREFIX = "step_"
 _STEP = re.compile(rf"{_PREFIX}[0-9]{{8,12}}")
-_DRAFT = re.compile(rf"\.{_STEP.pattern}\.writing")
+_STAGING = re.compile(rf"\.{_STEP.pattern}\.writing")
 _FILE = re.compile(r"stage_[0-9]{1,5}\.safetensors")
 _MAX_SHOWN_CHARACTERS = 200  # characters of an error in an index that are shown
 # The names of dtypes in the header of a safetensors file.
@@ -53,29 +53,29 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
-Done = Annotated[int, Within(0, 10**12)]  # a number of steps or epochs
-Head = tuple[str, tuple[int, ...]]  # a tensor's dtype, by its name in safetensors, and its shape
+NonNegativeInt = Annotated[int, Within(0, 10**12)]  # a number of steps or epochs
+TensorHeader = tuple[str, tuple[int, ...]]  # a tensor's dtype, by its name in safetensors, and its shape
 
 
 @dataclass(frozen=True)
 class Progress:
     """Where a run stands: `step` steps are done; next is mini-batch `position` of epoch `epoch`, counted from 0."""
 
-    step: Done
-    epoch: Done
-    position: Done
+    step: NonNegativeInt
+    epoch: NonNegativeInt
+    position: NonNegativeInt
     seed: Annotated[int, Within(0, 2**32 - 1)]
     batch_size: Count | None
     batch_tokens: Count | None
-    steps_per_epoch: Done  # 0: not known before the data is open
-    ema_updates: Done
+    steps_per_epoch: NonNegativeInt  # 0: not known before the data is open
+    ema_updates: NonNegativeInt
     # on the validation set, or if there is none on the test set; greater is better: top-1, or for text minus the loss
     best_score: float | None
-    best_step: Done | None
+    best_step: NonNegativeInt | None
     # Evaluations are kept here, as the parent may be killed before it has reported them. None also stands for a loss
     # that is not finite.
-    test: Tested | None = None  # the last evaluation
-    best: Tested | None = None  # the best evaluation
+    test: EvalRecord | None = None  # the last evaluation
+    best: EvalRecord | None = None  # the best evaluation
     epoch_totals: Totals = NO_TOTALS  # over the mini-batches of this epoch so far; only process 0 keeps them
 
 
@@ -100,22 +100,22 @@ class Index:
     classes: tuple[str, ...] | None = None  # names by output; (): the data name none; None: of an older version
 
 
-class DamagedError(InputError):
+class CorruptCheckpointError(InputError):
     """A checkpoint cannot be used; an older checkpoint of the run may be intact."""
 
 
-def checkpoints_in(run_folder: Path) -> list[Path]:
+def list_checkpoints(run_folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     folders = (run_folder / "checkpoints").glob(f"{_PREFIX}*")
     complete = [folder for folder in folders if _STEP.fullmatch(folder.name) and (folder / "index.json").exists()]
     return sorted(complete, key=step_of)
 
 
-def checkpoint_of(run_folder: Path, step: int) -> Path:
+def checkpoint_path(run_folder: Path, step: int) -> Path:
     return run_folder / "checkpoints" / folder_name(step)
 
 
-def run_of(checkpoint: Path) -> Path:
+def run_folder_of(checkpoint: Path) -> Path:
     """The folder of the run that wrote the checkpoint."""
     return checkpoint.parent.parent
 
@@ -134,28 +134,28 @@ def find_checkpoint(
 ) -> Path:
     """The `last` or the `best` checkpoint; if it is damaged or gone, the newest that is intact, and `warn` gets a line.
 
-    A checkpoint is damaged if its files are not what was written, or `check` raises DamagedError for it. Raises
-    InputError, naming `setting`, if the run has no intact checkpoint, and any other error that `check` raises.
+    A checkpoint is damaged if its files are not what was written, or `check` raises CorruptCheckpointError for it.
+    Raises InputError, naming `setting`, if the run has no intact checkpoint, and any other error that `check` raises.
     """
-    checkpoints = checkpoints_in(run_folder)[::-1]
+    checkpoints = list_checkpoints(run_folder)[::-1]
     if not checkpoints:
         raise InputError(
             f"{setting}={run_folder}: the run has written no checkpoint (looked in {run_folder / 'checkpoints'}); "
             "it ended before its first one, start it again"
         )
     lost = ""  # why the best is not taken
-    if which == "best" and (best := _best_of(checkpoints)) in checkpoints:
+    if which == "best" and (best := _find_best(checkpoints)) in checkpoints:
         checkpoints.sort(key=lambda checkpoint: checkpoint != best)
     elif which == "best":
         lost = f"{run_folder}: no checkpoint is the best, as nothing was evaluated before the last"
         if best is not None:
             lost = f"{best}: the best checkpoint is not there any more"
-    damaged: list[DamagedError] = []
+    damaged: list[CorruptCheckpointError] = []
     for checkpoint in checkpoints:
         try:
             check(checkpoint)
             check_files(checkpoint, read_index(checkpoint).files)  # last, as it reads all of them
-        except DamagedError as error:
+        except CorruptCheckpointError as error:
             damaged.append(error)
             continue
         if lost or damaged:
@@ -164,17 +164,17 @@ def find_checkpoint(
     raise InputError(f"{setting}={run_folder}: none of its checkpoints is intact: {damaged[0]}; give another run")
 
 
-def _best_of(newest_first: Sequence[Path]) -> Path | None:
+def _find_best(newest_first: Sequence[Path]) -> Path | None:
     for checkpoint in newest_first:
-        with suppress(DamagedError):
+        with suppress(CorruptCheckpointError):
             best = read_index(checkpoint).progress.best_step
             return None if best is None else checkpoint.with_name(folder_name(best))
     return None
 
 
-def lost_best(last: Path) -> Path | None:
+def missing_best_checkpoint(last: Path) -> Path | None:
     """The best checkpoint of a run whose newest is `last`, if it is not there any more."""
-    best = _best_of([last])
+    best = _find_best([last])
     return None if best is None or best.exists() else best
 
 
@@ -182,20 +182,22 @@ def folder_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
-def draft_of(run_folder: Path, step: int) -> Path:
+def staging_dir(run_folder: Path, step: int) -> Path:
     """The folder into which stages write a checkpoint until it is complete; readers ignore it."""
     return run_folder / "checkpoints" / f".{folder_name(step)}.writing"
 
 
-def remove_drafts(run_folder: Path) -> None:
+def clean_staging(run_folder: Path) -> None:
     """Remove incomplete checkpoints, left by a run that ended while it wrote them."""
     for abandoned in (run_folder / "checkpoints").glob(f".{_PREFIX}*"):
-        if _DRAFT.fullmatch(abandoned.name):
+        if _STAGING.fullmatch(abandoned.name):
             shutil.rmtree(abandoned, ignore_errors=True)
 
 
 # The message for a run folder that does not exist any more.
-GONE = "the run folder was deleted or moved; begin the run again, or give its new place, resume=FOLDER, to go on"
+RUN_FOLDER_MISSING = (
+    "the run folder was deleted or moved; begin the run again, or give its new place, resume=FOLDER, to go on"
+)
 
 
 class CheckpointError(RuntimeError):
@@ -203,7 +205,7 @@ class CheckpointError(RuntimeError):
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def checkpoint_write_errors(path: Path) -> Iterator[None]:
     """Inside, part of the checkpoint `path` is written; an OSError becomes a CheckpointError."""
     try:
         yield
@@ -212,19 +214,19 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path.parent / name}: the checkpoint cannot be written ({error.strerror})") from error
 
 
-def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
+def write_stage(staging: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
     """Write and fsync a stage's tensors, which are contiguous and on the CPU. Raises CheckpointError.
 
     Python releases the GIL while it writes and hashes; safetensors' own writer, up to 0.7, blocks all other threads.
     """
     parts = safetensors_parts(tensors)
-    path = draft / f"stage_{stage}.safetensors"
+    path = staging / f"stage_{stage}.safetensors"
     digest = hashlib.sha256()
-    with writing(draft):
-        draft.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
-        draft.mkdir(exist_ok=True)  # another stage may have made it
-        check_not_linked(draft.parent)
-        if path.is_file() and (draft.is_symlink() or path.is_symlink()):
+    with checkpoint_write_errors(staging):
+        staging.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
+        staging.mkdir(exist_ok=True)  # another stage may have made it
+        check_not_linked(staging.parent)
+        if path.is_file() and (staging.is_symlink() or path.is_symlink()):
             raise OSError(errno.EEXIST, "a link leads to a file that is not this run's", str(path))
         with path.open("wb") as file:
             for part in parts:
@@ -255,22 +257,22 @@ def safetensors_parts(
     return [len(head).to_bytes(8, "little"), head, *content]
 
 
-def write_part(draft: Path, process: int, files: Sequence[WrittenFile]) -> None:
+def write_part(staging: Path, process: int, files: Sequence[WrittenFile]) -> None:
     """Write the list of files that `process` has written, once they are on disk. Raises CheckpointError."""
-    with writing(draft):
-        write_whole(draft / f"part_{process}.json", json.dumps([asdict(file) for file in files]))
+    with checkpoint_write_errors(staging):
+        write_whole(staging / f"part_{process}.json", json.dumps([asdict(file) for file in files]))
 
 
-def read_part(draft: Path, process: int) -> list[WrittenFile] | None:
+def read_part(staging: Path, process: int) -> list[WrittenFile] | None:
     """The list of files that `process` has written; None if it has not finished yet. Raises CheckpointError."""
-    with writing(draft):
+    with checkpoint_write_errors(staging):
         try:
-            return [typed(WrittenFile, file) for file in read_json(draft / f"part_{process}.json")]
+            return [typed(WrittenFile, file) for file in read_json(staging / f"part_{process}.json")]
         except FileNotFoundError:
             return None
 
 
-def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> Path:
+def finish_checkpoint(staging: Path, index: Index, *, config: str, keep: int) -> Path:
     """Write the index, rename the folder to its final name, and remove old checkpoints, but the newest `keep` and the
     best. Those of later steps are removed too: they were damaged, and the run was therefore resumed from an earlier
     checkpoint.
@@ -280,28 +282,28 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
     progress = index.progress
     values = asdict(index)
     values = {"format": FORMAT, **values.pop("progress"), **values, "config": config}
-    final = draft.parent / folder_name(progress.step)
+    final = staging.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
-    with writing(draft):
+    with checkpoint_write_errors(staging):
         check_not_linked(final)
         for file in index.files:  # stages may be on other machines: check that their files are visible on this machine
-            regular_size(draft / file.name)
-        for part in draft.glob("part_*.json"):
+            regular_size(staging / file.name)
+        for part in staging.glob("part_*.json"):
             part.unlink()
-        write_whole(draft / "index.json", json.dumps(values, indent=1, allow_nan=False))
-        _sync_folder(draft)
+        write_whole(staging / "index.json", json.dumps(values, indent=1, allow_nan=False))
+        _sync_folder(staging)
         # a run resumed from an earlier checkpoint may reach this step again, and then replaces its checkpoint
-        replaced = draft.parent / f".{final.name}.replaced"
+        replaced = staging.parent / f".{final.name}.replaced"
         shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: a rename needs it gone
         if final.exists():
             _rename(final, replaced)
-        _rename(draft, final)
+        _rename(staging, final)
         shutil.rmtree(replaced, ignore_errors=True)
-        _point(final.parent / "last", final.name)
+        _update_symlink(final.parent / "last", final.name)
         if (final.parent / best).exists():
-            _point(final.parent / "best", best)
+            _update_symlink(final.parent / "best", best)
         _sync_folder(final.parent)
-        complete = checkpoints_in(final.parent.parent)
+        complete = list_checkpoints(final.parent.parent)
         not_later = [checkpoint for checkpoint in complete if step_of(checkpoint) <= progress.step]
         for checkpoint in complete:
             if checkpoint not in not_later[-keep:] and checkpoint.name != best:
@@ -327,27 +329,27 @@ def _rename(folder: Path, path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def adopt(last: Path, run_folder: Path) -> None:
+def link_checkpoint_into(last: Path, run_folder: Path) -> None:
     """Link or copy the checkpoint from which a run is resumed, and that run's best, into the new run's folder.
 
     The new run can then be resumed and evaluated by itself from its start. Raises CheckpointError.
     """
     target = run_folder / "checkpoints"
-    best = _best_of([last])
+    best = _find_best([last])
     for link, checkpoint in (("best", best or last), ("last", last)):
         if last.parent.resolve() == target.resolve() or not checkpoint.exists():
             continue
-        adopted = target / checkpoint.name
-        with writing(adopted):
+        linked = target / checkpoint.name
+        with checkpoint_write_errors(linked):
             target.mkdir(exist_ok=True)
-            if not (adopted / "index.json").exists():
-                draft = adopted.with_name(f".{checkpoint.name}.writing")
-                shutil.rmtree(draft, ignore_errors=True)  # left by an earlier start
-                draft.mkdir()
+            if not (linked / "index.json").exists():
+                staging = linked.with_name(f".{checkpoint.name}.writing")
+                shutil.rmtree(staging, ignore_errors=True)  # left by an earlier start
+                staging.mkdir()
                 for file in checkpoint.iterdir():
-                    _link_or_copy(file, draft / file.name)
-                _rename(draft, adopted)
-            _point(target / link, checkpoint.name)
+                    _link_or_copy(file, staging / file.name)
+                _rename(staging, linked)
+            _update_symlink(target / link, checkpoint.name)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -358,23 +360,23 @@ def _link_or_copy(source: Path, target: Path) -> None:
         copy_file(source, target)
 
 
-def _point(link: Path, target: str) -> None:
+def _update_symlink(link: Path, target: str) -> None:
     """Make the symlink `link` (`last` or `best`, for people and scripts) point to `target`, atomically; on a file
     system without links, or that does not rename over one, a file with the name of the target."""
-    draft = link.with_name(f".{link.name}.writing")
-    draft.unlink(missing_ok=True)
+    staging = link.with_name(f".{link.name}.writing")
+    staging.unlink(missing_ok=True)
     try:
-        draft.symlink_to(target)
-        draft.replace(link)
+        staging.symlink_to(target)
+        staging.replace(link)
     except OSError:
-        draft.unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
         if link.is_symlink():
             link.unlink()
         write_whole(link, f"{target}\n")
 
 
 def read_index(checkpoint: Path) -> Index:
-    """The index of a checkpoint. Raises DamagedError if index.json is not what this program writes."""
+    """The index of a checkpoint. Raises CorruptCheckpointError if index.json is not what this program writes."""
     file = checkpoint / "index.json"
     try:
         values = read_json(file)
@@ -390,7 +392,9 @@ def read_index(checkpoint: Path) -> Index:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else one_line(error)
         why = str(why).partition(";")[0].replace("progress.", "")
-        raise DamagedError(f"{file}: is not the index of a checkpoint ({why[:_MAX_SHOWN_CHARACTERS]})") from error
+        raise CorruptCheckpointError(
+            f"{file}: is not the index of a checkpoint ({why[:_MAX_SHOWN_CHARACTERS]})"
+        ) from error
     return index
 
 
@@ -419,18 +423,18 @@ def _check_index(index: Index, folder: str) -> None:
             raise ValueError(what)
 
 
-def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, Head]:
+def tensor_headers(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, TensorHeader]:
     """The dtype and shape of every tensor in `files` of a checkpoint, by name; only headers are read.
 
-    Raises DamagedError if a file cannot be read, or does not hold the tensors that the index lists.
+    Raises CorruptCheckpointError if a file cannot be read, or does not hold the tensors that the index lists.
     """
-    by_name: dict[str, Head] = {}
+    by_name: dict[str, TensorHeader] = {}
     for file in files:
         path = checkpoint / file.name
         _check_size(path, file)
-        with _reading(path), safe_open(path, framework="pt") as opened:
+        with _corrupt_checkpoint_errors(path), safe_open(path, framework="pt") as opened:
             if {*opened.keys()} != {*file.tensors}:
-                raise DamagedError(f"{path}: does not hold the tensors that index.json lists")
+                raise CorruptCheckpointError(f"{path}: does not hold the tensors that index.json lists")
             slices = {name: opened.get_slice(name) for name in file.tensors}
             by_name |= {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
     return by_name
@@ -443,7 +447,7 @@ def read_tensors(
 
     The size and checksum of each file are checked before it is read, also if another process has checked it: it may be
     on another machine. `intact`: names of files that this process has checked already, and may read without; those
-    checked here are added. Raises DamagedError if a file is damaged.
+    checked here are added. Raises CorruptCheckpointError if a file is damaged.
     """
     intact = set() if intact is None else intact
     layers, kinds = set(layers), set(kinds)
@@ -456,42 +460,43 @@ def read_tensors(
             check_files(checkpoint, [file])
             intact.add(file.name)
         path = checkpoint / file.name
-        with _reading(path), safe_open(path, framework="pt") as opened:
+        with _corrupt_checkpoint_errors(path), safe_open(path, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in names}
     return tensors
 
 
 def check_files(checkpoint: Path, files: Sequence[WrittenFile]) -> None:
-    """Raises DamagedError if a file is not what was written, by the sizes of all files first, then by checksums."""
+    """Raises CorruptCheckpointError if a file is not what was written, by the sizes of all files first, then by
+    checksums."""
     paths = [checkpoint / file.name for file in files]
     for path, file in zip(paths, files, strict=True):
         _check_size(path, file)
     with ThreadPoolExecutor() as pool:
         for path, file, checksum in zip(paths, files, pool.map(_digest, paths), strict=True):
             if checksum != file.sha256:
-                raise DamagedError(f"{path}: damaged (checksum {checksum[:12]}, {file.sha256[:12]} expected)")
+                raise CorruptCheckpointError(f"{path}: damaged (checksum {checksum[:12]}, {file.sha256[:12]} expected)")
 
 
 def _check_size(path: Path, file: WrittenFile) -> None:
-    with _reading(path):
+    with _corrupt_checkpoint_errors(path):
         size = regular_size(path)
     if size != file.bytes:
-        raise DamagedError(f"{path}: damaged ({size} bytes, {file.bytes} expected)")
+        raise CorruptCheckpointError(f"{path}: damaged ({size} bytes, {file.bytes} expected)")
 
 
 def _digest(path: Path) -> str:
-    with _reading(path), path.open("rb") as file:
+    with _corrupt_checkpoint_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Inside, a file of a checkpoint is read; an error in this becomes a DamagedError."""
+def _corrupt_checkpoint_errors(path: Path) -> Iterator[None]:
+    """Inside, a file of a checkpoint is read; an error in this becomes a CorruptCheckpointError."""
     try:
         yield
     except (SafetensorError, OSError) as error:
         why = getattr(error, "strerror", None) or one_line(error)
-        raise DamagedError(f"{path}: part of the checkpoint cannot be read ({why})") from error
+        raise CorruptCheckpointError(f"{path}: part of the checkpoint cannot be read ({why})") from error
 
 
 def select(tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:

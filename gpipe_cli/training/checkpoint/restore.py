@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class CheckpointMatch:
+class CheckpointCompatibility:
     """Whether a checkpoint fits the model of a run, by names, types and shapes alone.
 
     Every `refuse` method raises InputError.
@@ -36,38 +36,38 @@ class CheckpointMatch:
     config: TrainConfig
     source: TrainConfig  # settings of the run that wrote the checkpoint
     index: files.Index
-    heads: Mapping[str, files.Head]  # name -> dtype and shape, for all tensors in the checkpoint
+    tensor_headers: Mapping[str, files.TensorHeader]  # name -> dtype and shape, for all tensors in the checkpoint
     shapes: Shapes  # shapes of the model's tensors, by name
     saved_shapes: Shapes  # shapes of the checkpoint's `model/` tensors, by the same names
 
     @classmethod
     def of(
         cls, setting: str, run: Path, checkpoint: Path, config: TrainConfig, model: nn.Sequential
-    ) -> "CheckpointMatch":
-        """`model` is on the meta device. Raises DamagedError if the checkpoint cannot be read."""
+    ) -> "CheckpointCompatibility":
+        """`model` is on the meta device. Raises CorruptCheckpointError if the checkpoint cannot be read."""
         index = files.read_index(checkpoint)
-        heads = files.heads(checkpoint, index.files)
+        tensor_headers = files.tensor_headers(checkpoint, index.files)
         shapes = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
-        saved_names = [name for name in heads if name.startswith("model/")]
-        saved_shapes = {name.removeprefix("model/"): heads[name][1] for name in saved_names}
+        saved_names = [name for name in tensor_headers if name.startswith("model/")]
+        saved_shapes = {name.removeprefix("model/"): tensor_headers[name][1] for name in saved_names}
         for name in other_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
             saved_shapes.pop(name, None)
         source = read_config(run, instead_of(config))
-        return cls(f"{setting}={run}", checkpoint, config, source, index, heads, shapes, saved_shapes)
+        return cls(f"{setting}={run}", checkpoint, config, source, index, tensor_headers, shapes, saved_shapes)
 
-    def check_same_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
+    def check_same_names(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
         """Refuse the checkpoint if layers or tensors are only in the model, or only in the checkpoint."""
-        if only_here or only_there:
-            differences = f"only here: {_some(only_here)}; only there: {_some(only_there)}"
+        if missing or unexpected:
+            differences = f"only here: {_first_names(missing)}; only there: {_first_names(unexpected)}"
             why = f"{self.checkpoint.name} is of another model ({differences})"
-            raise InputError(f"{self.setting}: {why}; {self._as_there()}")
+            raise InputError(f"{self.setting}: {why}; {self._hint()}")
 
     def check_same_tokenizer(self) -> None:
         """Refuse the checkpoint if the settings name another tokenizer than the run's, or the files that it saved."""
         mine, theirs = self.config.dataset, self.source.dataset
         if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig) or not TEXTS[mine.name].tokenizer:
             return
-        saved = files.run_of(self.checkpoint) / TOKENIZER
+        saved = files.run_folder_of(self.checkpoint) / TOKENIZER
         uses_saved = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
         if mine.tokenizer == theirs.tokenizer or uses_saved:
             return
@@ -85,7 +85,7 @@ class CheckpointMatch:
             return
         shape, saved_shape = self.shapes[different[0]], self.saved_shapes[different[0]]
         why = f"; {len(different) - 1} more differ" if len(different) > 1 else ""
-        remedy = self._as_there()
+        remedy = self._hint()
         mine, theirs = self.config.dataset, self.source.dataset
         if (
             isinstance(mine, TextConfig)
@@ -101,13 +101,14 @@ class CheckpointMatch:
         )
 
     def check_tensors(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Raises DamagedError if the checkpoint lacks any of these tensors, or has another dtype or shape for it."""
+        """Raises CorruptCheckpointError if the checkpoint lacks any of these tensors, or has another dtype or shape for
+        it."""
         for name, tensor in wanted.items():
             needed = files.DTYPES.get(tensor.dtype), tuple(tensor.shape)
-            if (saved := self.heads.get(name, "missing")) != needed:
-                raise files.DamagedError(f"{self.checkpoint}: {name} is {saved}, the run needs {needed}")
+            if (saved := self.tensor_headers.get(name, "missing")) != needed:
+                raise files.CorruptCheckpointError(f"{self.checkpoint}: {name} is {saved}, the run needs {needed}")
 
-    def _as_there(self) -> str:
+    def _hint(self) -> str:
         """The remedy: the settings of model and classes that must be as in `source`."""
         if choice_of(self.config.model) != choice_of(self.source.model):
             return f"use model={choice_of(self.source.model)}, as there"
@@ -120,17 +121,17 @@ class CheckpointMatch:
         return "give the model's settings as they were there"
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return first_few(names, 4) or "none"
 
 
-def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
+def collect_stage_state(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     """All tensors that a checkpoint keeps of stage `stage`, by global names; a tied weight is kept where it is used
     first."""
     module = engine.stages[stage].module
     elsewhere = other_names(engine.spec.ties)
     state = {f"model/{name}": tensor for name, tensor in module.state_dict().items() if name not in elsewhere}
-    optimizer = optimizer_state(engine.optimizers[stage], engine.owned(stage))
+    optimizer = optimizer_state(engine.optimizers[stage], engine.owned_parameters(stage))
     state |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
     if stage in engine.averages:
         averages = engine.averages[stage].average.items()
@@ -138,16 +139,17 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def check_restorable(match: CheckpointMatch, model: nn.Sequential, *, optimizer: bool) -> None:
+def check_restorable(match: CheckpointCompatibility, model: nn.Sequential, *, optimizer: bool) -> None:
     """Check that a checkpoint has all tensors that a run with `model` (on the meta device, frozen as in the run) needs.
 
-    Raises InputError, naming what differs, if it belongs to another model, and DamagedError if a tensor is missing.
+    Raises InputError, naming what differs, if it belongs to another model, and CorruptCheckpointError if a tensor is
+    missing.
     """
     layers = dict(model.named_children())
     for names, saved_names in ((layers, match.index.layers), (match.shapes, match.saved_shapes)):
-        only_here = [name for name in names if name not in saved_names]
-        only_there = [name for name in saved_names if name not in names]
-        match.check_same_names(only_here, only_there)
+        missing = [name for name in names if name not in saved_names]
+        unexpected = [name for name in saved_names if name not in names]
+        match.check_same_names(missing, unexpected)
     match.check_same_tokenizer()
     match.check_same_shapes(match.shapes)
     state = saved_state(model)
@@ -163,7 +165,7 @@ def check_restorable(match: CheckpointMatch, model: nn.Sequential, *, optimizer:
 
 
 # Settings of a data set that say where it is, or how its samples are seen; tokenizers are compared by what they are.
-_MAY_CHANGE = ("root", "cache", "download", "partial", "image_size", "augmentation", "tokenizer")
+_CHANGEABLE_SETTINGS = ("root", "cache", "download", "partial", "image_size", "augmentation", "tokenizer")
 
 
 def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
@@ -171,7 +173,7 @@ def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
     position in the data, its targets or its scores would then mean something else."""
     given, before = asdict(config.dataset), asdict(saved.dataset)
     for key in ("name", *given):
-        if key in _MAY_CHANGE or given[key] == before.get(key):
+        if key in _CHANGEABLE_SETTINGS or given[key] == before.get(key):
             continue
         setting = "dataset" if key == "name" else f"dataset.{key}"
         why = (
@@ -193,7 +195,7 @@ def check_optimizer_state(config: TrainConfig, saved: TrainConfig) -> None:
 def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
     """Copy the values of a checkpoint, whatever cut it was written with, into the stages of this process.
 
-    Raises DamagedError if it was damaged after it had been checked.
+    Raises CorruptCheckpointError if it was damaged after it had been checked.
     """
     updates = files.read_index(checkpoint).progress.ema_updates
     intact = set[str]()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from torch import nn
 
-from gpipe_cli.assembly.build import build_model, real_model
+from gpipe_cli.assembly.build import build_model, full_model_builder
 from gpipe_cli.config.settings import ONE_DEVICE, TrainConfig, find_run, load
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors, select
-from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable
+from gpipe_cli.training.checkpoint.restore import CheckpointCompatibility, check_restorable
 
 
 def load_run(run: str, averaged: bool | None, which: str, target: str | None) -> nn.Sequential:
@@ -31,7 +31,7 @@ def load_run(run: str, averaged: bool | None, which: str, target: str | None) ->
     model = build_model(config)
 
     def check(checkpoint: Path) -> None:
-        match = CheckpointMatch.of("run_folder", folder, checkpoint, config, model)
+        match = CheckpointCompatibility.of("run_folder", folder, checkpoint, config, model)
         check_restorable(match, model, optimizer=False)
 
     def warn(line: str) -> None:
@@ -47,7 +47,7 @@ def whole_model(config: TrainConfig, checkpoint: Path, intact: set[str] | None =
     Batch norm is torch's own: only a stage defers it. If `ema_decay` is not 0, weights and statistics are the moving
     averages in the checkpoint, if there are any. `intact`: as of `read_tensors`.
 
-    Raises DamagedError for a checkpoint that cannot be read. Whether it fits the model is not checked.
+    Raises CorruptCheckpointError for a checkpoint that cannot be read. Whether it fits the model is not checked.
     """
     model = new_model(config)
     layers = read_index(checkpoint).layers
@@ -60,5 +60,5 @@ def whole_model(config: TrainConfig, checkpoint: Path, intact: set[str] | None =
 
 def new_model(config: TrainConfig) -> nn.Sequential:
     """The layers of a run with their initial weights (not pretrained ones), on the CPU."""
-    model, whole = build_model(config), real_model(config, pretrained=False)
+    model, whole = build_model(config), full_model_builder(config, pretrained=False)
     return materialize(model, 0, len(model), run_seed=config.seed, whole=whole, ties=find_ties(model))

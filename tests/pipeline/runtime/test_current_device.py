@@ -11,7 +11,7 @@ from vector_clocks import World
 
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.engine import build_engine
-from gpipe_cli.training.step import StepNumbers, update_weights
+from gpipe_cli.training.step import PendingMetrics, update_weights
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of the first layer, whose input needs none
@@ -46,6 +46,6 @@ def test_a_stage_works_on_its_device(schedule: str, recompute: str, monkeypatch:
         optimizer.register_step_post_hook(ask(k, "optimizer"))
         monkeypatch.setattr(engine.averages[k], "update", ask(k, "average"))
     recording = engine.executor.run(spec.schedule(3), 0, (3, 3, 2), (torch.randn(8, 3, 16, 16),), SumOfSquares())
-    update_weights(engine, StepNumbers(recording, {}, None, torch.zeros(0), torch.Tensor), 0.1)
+    update_weights(engine, PendingMetrics(recording, {}, None, torch.zeros(0), torch.Tensor), 0.1)
     assert seen == {(k, what): {k} for k in (0, 1) for what in ("forward", "backward", "optimizer", "average")}
     assert world.here.device == 0

@@ -18,7 +18,7 @@ import vector_clocks
 from engine_runs import MODELS, Case, CrossEntropy, build_stages, costs_of, covering, data
 from vector_clocks import Event, Message, WatchedGroup, WatchedLink, Work, World
 
-from gpipe_cli.assembly.optimizer import clip, gradients_of, norms_of
+from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, gradients_of
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime import deferred_batch_norm, p2p_transport, replicas, transport
 from gpipe_cli.pipeline.runtime.boundary import Boundary
@@ -95,9 +95,9 @@ def train(
                 tied.add_up()
             for k, stage in stages.items() if trains else ():
                 gradients = gradients_of(stage.module.parameters())
-                norms = norms_of(gradients)
+                norms = gradient_norms(gradients)
                 read = to_host(norms) if world.here.home is not None else None  # else it asks for a stream of another
-                clip(gradients, norms, 1.0)
+                clip_gradients(gradients, norms, 1.0)
                 del gradients
                 optimizers[k].step()
                 optimizers[k].zero_grad(set_to_none=True)
@@ -257,16 +257,16 @@ def copied_and_written(world: World, waits: bool = True) -> None:
         for turn in range(3):
             images = to_device(torch.ones(4, 4), torch.device("cpu", 0))
             read = to_host(weight @ images)
-            copies, arrived = snapshot.take({"weight": weight})
+            copies, wait_for_copies = snapshot.copy_to_host({"weight": weight})
             weight += 1
 
-            def write(copies: Any, arrived: Callable[[], None], done: list[vector_clocks.Clock]) -> None:
-                arrived()
+            def write(copies: Any, wait_for_copies: Callable[[], None], done: list[vector_clocks.Clock]) -> None:
+                wait_for_copies()
                 world.host_reads(*copies.values())
                 done.append(dict(world.here.clock))
 
             done: list[vector_clocks.Clock] = []
-            thread = threading.Thread(target=write, args=(copies, arrived, done))
+            thread = threading.Thread(target=write, args=(copies, wait_for_copies, done))
             thread.start()
             world.host_reads(read())
             thread.join()
@@ -344,7 +344,7 @@ def synchronizes_in_threads(self: Event) -> None:
 
 
 BEGIN_STEP, SEND, FINISH, BEGIN = P2PTransport.begin_step, P2PTransport.send, Replicas.finish, Replicas._begin
-TAKE, SYNCHRONIZE, BEGIN_CLOCK = Snapshot.take, Event.synchronize, StreamClock.begin_step
+TAKE, SYNCHRONIZE, BEGIN_CLOCK = Snapshot.copy_to_host, Event.synchronize, StreamClock.begin_step
 
 # The fault: whose method is replaced, by what; what runs; and which race is to be found, as there may be others, too.
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {

@@ -11,10 +11,10 @@ import pytest
 from reporting_runs import LANGUAGE_MODEL, evaluation, plan, reporter_in, shares, step
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.compare.comparison import compare, differing, names
+from gpipe_cli.reporting.compare.comparison import compare, differing_settings, names
 from gpipe_cli.reporting.compare.report import notes, same_curve_notes
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
-from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
+from gpipe_cli.reporting.compare.scaling import Scaling, count_devices, scalings
 from gpipe_cli.results.run import Partition, read_run_result, write_run
 
 
@@ -26,7 +26,7 @@ def ran(folder: Path, losses: list[float], *settings: str, status: Any = "comple
     (folder / "config.yaml").write_text("", encoding="utf-8")
     for number, loss in enumerate(losses, start=1):
         reporter.on_message(step(number, text, loss=loss, seconds=0.0625 * scale))
-        reporter.recorded(number, shares(0.1))
+        reporter.add_breakdown(number, shares(0.1))
     reporter.on_message(evaluation(len(losses), text))
     reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)
     result = read_run_result(folder)
@@ -76,7 +76,7 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
 
 
 def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
-    assert differing(runs) == ["partitions"]  # though output, run_folder and names of files differ too
+    assert differing_settings(runs) == ["partitions"]  # though output, run_folder and names of files differ too
     assert names(runs) == compare(runs).labels == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert names([*runs[:2], runs[1]]) == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
     assert names([runs[1], runs[1]]) == ["partitions=2 #1", "partitions=2 #2"]  # the folder's name: nothing differs
@@ -122,9 +122,11 @@ def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(run
     assert [one and one.base for one in scalings([*runs[:2], more, same])] == [0, 0, 2, 2]
     interleaved = changed(runs[2], partitions=stages_in(0, 1, 0, 1))
     assert scalings([runs[0], interleaved])[1] == Scaling(0.25, 0.125, 0), "of two devices"
-    assert devices(replace(interleaved, settings={**interleaved.settings, "replicas": 2})) == 4, "of each pipeline two"
+    assert count_devices(replace(interleaved, settings={**interleaved.settings, "replicas": 2})) == 4, (
+        "of each pipeline two"
+    )
     in_turns = changed(runs[2], partitions=stages_in(0, 0, 0), samples_per_second_kind="measured_one_device")
-    assert devices(in_turns) == 3
+    assert count_devices(in_turns) == 3
 
     # What is no speed of a pipeline, or one of other work.
     alone = {"samples_per_second_kind": "measured_one_device"}

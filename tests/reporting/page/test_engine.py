@@ -93,7 +93,7 @@ ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds,
       [what, start, end, action && gpipe.key(action)])),
     shares: gpipe.breakdown(timeline, M, seconds),
     held: gpipe.stagesOf(rows).map((of, k) => gpipe.memory(of, sizes[k])),
-    waiting: gpipe.peakWaiting(rows, skips, costs.device_of_stage),
+    waiting: gpipe.peakSkipBytes(rows, skips, costs.device_of_stage),
     checked: gpipe.check(rows), idle, csv: gpipe.csv(rows, timeline.device_of_stage),
   };
 })"""
@@ -226,7 +226,7 @@ def test_an_order_is_refused_where_python_refuses_it(page: "Page") -> None:
 def test_stages_are_on_the_devices_of_python(page: "Page") -> None:
     asked = [(name, K, each) for name in PLACEMENTS for K in range(1, 13) for each in range(1, K + 1)]
     for (name, K, each), found in zip(
-        asked, page.evaluate("all => all.map(one => gpipe.placed(...one))", asked), strict=True
+        asked, page.evaluate("all => all.map(one => gpipe.placeStages(...one))", asked), strict=True
     ):
         config = replace(own()[0], partitions=K, stages_per_process=each, placement=name)
         assert tuple(found) == layout_of(config).row_of_stage, (name, K, each)
@@ -273,7 +273,7 @@ def test_skips_are_as_in_a_plan(page: "Page") -> None:
             (6, 9, "interleaved", 2, "except_last"), (9, 8, "zero_bubble", 1, "never"), (16, 3, "1f1b", 1, "always"),
         )
     ]  # fmt: skip
-    found = page.evaluate("([data, all]) => all.map(controls => gpipe.configured(data, controls))", [data, others])
+    found = page.evaluate("([data, all]) => all.map(controls => gpipe.configure(data, controls))", [data, others])
     long = 0
     for other, one in zip(others, found, strict=True):
         assert one.get("problem") is None
@@ -296,7 +296,7 @@ def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
     for partitions in (1, 2, 4):
         plan = plan_of(configure(*TIED, f"partitions={partitions}"), profile_model(config))
         found = page.evaluate(
-            "([data, controls]) => gpipe.configured(data, controls)", [data, {"partitions": partitions}]
+            "([data, controls]) => gpipe.configure(data, controls)", [data, {"partitions": partitions}]
         )
         assert_close(found["step_seconds"], plan.step_seconds)
         fixed = [{key: of[key] for key in ("weights", "gradients", "optimizer", "buffers")} for of in found["memory"]]
@@ -315,7 +315,7 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", replicas:
     found = page.evaluate(
         """([data, all]) => all.map(controls => {
           const {problem, balance, rows, step_seconds, breakdown, memory, device_memory, samples_per_second} =
-            gpipe.configured(data, controls);
+            gpipe.configure(data, controls);
           return {problem: problem || null, balance, rows: rows.map(row => row.map(gpipe.key)), step_seconds, breakdown,
             memory: memory.map(({held, ...rest}) => ({...rest, held: Math.max(...held)})), samples_per_second,
             devices: device_memory.map(of =>
@@ -369,7 +369,7 @@ def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> N
         own = {"schedule": "1f1b"}  # whose order is made again
         found = page.evaluate(
             """([data, own]) => [{}, own, {...own, own_devices: true}].map(one =>
-              gpipe.configured({...data}, one).step_seconds)""",
+              gpipe.configure({...data}, one).step_seconds)""",
             [{**data, "setting": {**data["setting"], "schedule": "gpipe"}}, own],
         )
         assert found[1] == pytest.approx(plan.step_seconds, rel=1e-9)
@@ -385,7 +385,7 @@ def test_of_other_schedules_the_page_knows_the_order_of_the_plan_only(page: "Pag
     plan = plan_of(config, profile)
     same, again, other = page.evaluate(
         """data => [{backward_factor: 2}, {recompute: "always"}, {partitions: 3}].map(controls => {
-          const {rows, problem} = gpipe.configured(data, controls);
+          const {rows, problem} = gpipe.configure(data, controls);
           return rows ? rows.map(row => row.map(gpipe.key)) : problem;
         })""",
         simulation_data(plan),
@@ -400,7 +400,7 @@ def test_a_cut_keeps_together_what_layers_share_or_the_page_says_why_not(page: "
     tied = replace(profile, shared=(Shared(1, 4, "they share"),))
     data = data_of(config, tied)
     for partitions in (2, 4, 5):
-        found = page.evaluate("([data, K]) => gpipe.configured(data, {partitions: K})", [data, partitions])
+        found = page.evaluate("([data, K]) => gpipe.configure(data, {partitions: K})", [data, partitions])
         if len(profile.costs) - 3 < partitions:
             assert found["problem"] == "they share"
         else:
@@ -412,7 +412,7 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     config, profile = own()
     config = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=0.006))
     interleaved = {"schedule": "interleaved", "stages_per_process": 2}
-    ask = "([data, all]) => all.map(controls => gpipe.configured(data, controls))"
+    ask = "([data, all]) => all.map(controls => gpipe.configure(data, controls))"
     large, many, uneven, wrong, small, tight = page.evaluate(ask, [data_of(config, profile), [
         {"partitions": 6, "micro_batches": 2, **interleaved}, {"partitions": 8}, {"partitions": 5, **interleaved},
         {"rows": [[{"kind": kind, "stage": k, "micro_batch": 0} for kind in "BF"] for k in (0, 1)]},

@@ -118,7 +118,7 @@ def configured(page: "Page", controls: dict[str, Any]) -> tuple[float, list[floa
     ask = """controls => {
       const data = JSON.parse(document.getElementById("data").textContent);
       const rows = controls.rows?.map(row => row.map(gpipe.action));
-      const {step_seconds, memory} = gpipe.configured(data, {...gpipe.ownControls(data), ...controls, rows});
+      const {step_seconds, memory} = gpipe.configure(data, {...gpipe.originalControls(data), ...controls, rows});
       return [step_seconds, memory.map(
         ({held, ...stored}) => Object.values(stored).reduce((sum, bytes) => sum + bytes, Math.max(...held)))];
     }"""

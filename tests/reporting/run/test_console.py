@@ -24,7 +24,7 @@ def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
     for number in range(2, 10):
         screen.step(step(number), 512.0)
         if number == 8:
-            screen.evaluated(evaluation(8))
+            screen.add_evaluation(evaluation(8))
     screen.stop()
     screen.stop()
     assert not {"\x1b", "\r"} & set(file.getvalue())
@@ -47,7 +47,7 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
     screen.step(step(1, learning_rate=0.000012345), 12_345.6)
     for number in range(2, 5):
         screen.step(step(number), 512.0)
-    screen.evaluated(evaluation(4))
+    screen.add_evaluation(evaluation(4))
     screen.stop()
     frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
     assert max(map(len, frames)) <= 80
@@ -143,7 +143,7 @@ def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and
 
 
 @pytest.mark.parametrize(
-    ("settings", "written", "go_on"),
+    ("settings", "written", "resume_command"),
     [
         (["max_steps=6"], 4, ["gpipe train resume=run"]),
         (["max_steps=6"], 6, []),
@@ -152,7 +152,7 @@ def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and
     ],
 )
 def test_what_is_proposed_to_go_on_with_has_something_to_do(
-    settings: list[str], written: int | None, go_on: list[str]
+    settings: list[str], written: int | None, resume_command: list[str]
 ) -> None:
     """A run of which the last checkpoint is written was to be resumed, and so was a complete one, without the setting
     that gave it more epochs."""
@@ -162,5 +162,5 @@ def test_what_is_proposed_to_go_on_with_has_something_to_do(
     if written is not None:
         reporter.on_message(CheckpointWritten(written))
     reporter.finish("interrupted")
-    assert re.findall("^resume with +(.*)$", file.getvalue(), re.MULTILINE) == go_on
+    assert re.findall("^resume with +(.*)$", file.getvalue(), re.MULTILINE) == resume_command
     assert re.search("6 steps \\(1 whole epoch\\) done", file.getvalue())

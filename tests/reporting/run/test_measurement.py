@@ -5,7 +5,7 @@ import pytest
 from reporting_runs import spec
 
 from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
-from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, stage_memory
+from gpipe_cli.reporting.run.measurement import StepMedians, classify_speed, stage_memory
 from gpipe_cli.results.run import StageMemory
 
 
@@ -37,10 +37,10 @@ def test_a_recent_median_costs_the_same_however_long_the_run_is() -> None:
 
 
 def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
-    assert kind_of_speed(False, None) is None
-    assert kind_of_speed(False, 0.04) == "measured"
-    assert kind_of_speed(False, 0.3) == "measured_contended"
-    assert kind_of_speed(True, 0.3) == "measured_one_device"
+    assert classify_speed(False, None) is None
+    assert classify_speed(False, 0.04) == "measured"
+    assert classify_speed(False, 0.3) == "measured_contended"
+    assert classify_speed(True, 0.3) == "measured_one_device"
 
 
 def test_parts_of_the_memory_add_up_to_the_peak() -> None:

@@ -13,7 +13,7 @@ from reporting_runs import (
 )
 
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.events import CheckpointComing
+from gpipe_cli.training.events import CheckpointReady
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         if number % 4 == 0:
             reporter.on_message(evaluation(number, top1=number / 16, is_best=number != 12))
             assert read_result(folder)["test"]["step"] == number
-            reporter.on_message(CheckpointComing(number))
+            reporter.on_message(CheckpointReady(number))
             # nothing does the steps before a checkpoint again: a run that is killed now needs their events
             assert [event.step for event in events(folder).Scalars("train/loss")] == list(range(1, number + 1))
     reporter.finish("completed")
@@ -67,7 +67,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     for number, bubble in enumerate(bubbles, 1):
         counted = {"activation_bytes": (2 * 2**20, 4 * 2**20), "library_bytes": (0, 0)} if number == 2 else {}
         reporter.on_message(step(number, **counted))
-        reporter.recorded(number, shares(bubble))
+        reporter.add_breakdown(number, shares(bubble))
     reporter.finish("completed")
     result = read_result(tmp_path)
     assert result["breakdown"]["measured"] == pytest.approx(shares(0.11))

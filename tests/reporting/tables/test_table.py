@@ -8,7 +8,7 @@ from math import nan
 import pytest
 from reporting_runs import log
 
-from gpipe_cli.reporting.tables.table import Column, Table, formatted, show_table
+from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_text
 
 RUNS = Table(
     "",
@@ -62,12 +62,12 @@ def test_a_pipe_gets_every_column_and_a_line_for_each_row(encoding: str) -> None
 
 
 def test_programs_get_every_column_and_every_digit() -> None:
-    first, second = json.loads(formatted(RUNS, "json"))
+    first, second = json.loads(to_text(RUNS, "json"))
     assert first == {
         "run": RUNS.columns[0].cells[0], "partitions": 2, "status": "completed",
         "samples_per_second": 159.2714285714286, "test": None, "what it is": [1, 2], "folder": "a,b",
     }  # fmt: skip
     assert (second["samples_per_second"], second["what it is"]) == (None, True)
-    one, other = csv.DictReader(io.StringIO(formatted(RUNS, "csv")))
+    one, other = csv.DictReader(io.StringIO(to_text(RUNS, "csv")))
     assert (one["samples_per_second"], one["what it is"], one["folder"]) == ("159.2714285714286", "[1,2]", "a,b")
     assert (other["samples_per_second"], other["what it is"], other["folder"]) == ("", "true", 'c "d"')

@@ -18,7 +18,7 @@ from gpipe_cli.results.files import read_result
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import background_writer
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
-from gpipe_cli.training.checkpoint.files import checkpoints_in, draft_of, read_index
+from gpipe_cli.training.checkpoint.files import list_checkpoints, read_index, staging_dir
 
 RUN = [
     *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "checkpoint.keep=9",
@@ -32,27 +32,27 @@ def odd_file(run: Path, step: int, name: str) -> Path:
     """
     elsewhere = run.with_name(f"{run.name}_{step}")
     elsewhere.mkdir()
-    draft = draft_of(run, step)
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    draft.symlink_to(elsewhere)
+    staging = staging_dir(run, step)
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    staging.symlink_to(elsewhere)
     return elsewhere / name
 
 
 def steps_in(run: Path) -> list[int]:
-    return [read_index(found).progress.step for found in checkpoints_in(run)]
+    return [read_index(found).progress.step for found in list_checkpoints(run)]
 
 
 def test_a_snapshot_keeps_its_memory_and_what_it_has_seen() -> None:
     snapshot, weight = Snapshot(), torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
-    copies, arrived = snapshot.take({"a": weight, "b": weight, "step": torch.tensor(1)})
-    arrived()
+    copies, wait_for_copies = snapshot.copy_to_host({"a": weight, "b": weight, "step": torch.tensor(1)})
+    wait_for_copies()
     expected = weight.clone()
     weight.zero_()
     for name in ("a", "b"):
         assert copies[name].is_contiguous()
         assert torch.equal(copies[name], expected)
     places = {name: copy.data_ptr() for name, copy in copies.items()}
-    again, _ = snapshot.take({"a": weight, "b": weight, "step": torch.tensor([1, 2])})
+    again, _ = snapshot.copy_to_host({"a": weight, "b": weight, "step": torch.tensor([1, 2])})
     assert not again["a"].any()
     assert {name: copy.data_ptr() for name, copy in again.items()} == places | {"step": again["step"].data_ptr()}
     assert again["step"].tolist() == [1, 2]
@@ -62,7 +62,7 @@ def test_page_locked_memory_is_hardly_more_than_the_state() -> None:
     """torch rounds each allocation up to a power of two: by 30 to 50 % in all, for a block of each tensor."""
     model = build_model(configure("model=resnet", "model.depth=101", "dataset=imagenet"))
     state = [tensor.nbytes for tensor in model.state_dict().values()] * 2
-    blocks, _ = background_writer.in_blocks(state)
+    blocks, _ = background_writer.pack_into_blocks(state)
     assert all(size.bit_count() == 1 for size in blocks)
     assert sum(blocks) < 1.02 * sum(state)
     assert sum(1 << (size - 1).bit_length() for size in state) > 1.25 * sum(state)
@@ -100,7 +100,7 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         messages = train_here(settings, run, waits=waits)
     assert content.result() == (whole / "checkpoints" / "step_00000003" / "stage_0.safetensors").read_bytes()
     (failed,) = of_type(messages, events.CheckpointFailed)
-    line = next(one for one in of_type(messages, events.CheckpointAwaited) if one.awaited_step == 3)
+    line = next(one for one in of_type(messages, events.CheckpointStalled) if one.stalled_step == 3)
     assert (failed.step, line.step) == (3, 6)
     assert line.seconds >= 0.6
     step_6 = next(one for one in of_type(messages, events.StepDone) if one.step == 6)
@@ -130,7 +130,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: p
     result = read_result(run)
     assert (result["status"], result["failed_checkpoints"], steps_in(run)) == ("completed", 1, [1, 3])
 
-    draft_of(run, 2).rename(draft_of(run, 5))
+    staging_dir(run, 2).rename(staging_dir(run, 5))
     full.unlink()
     os.mkfifo(full)
     assert command(*goes_on, *pair, "max_steps=6", "timeout_seconds=2") == 1
@@ -138,7 +138,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: p
     error = str(read_result(run)["error"])
     assert re.match(r"stage 1 has been silent for \d s waiting for a checkpoint to be written, longer than", error)
     assert steps_in(run) == [1, 3, 4]
-    draft_of(run, 5).unlink()
+    staging_dir(run, 5).unlink()
     train_here(configure(*RUN, *alone, "max_steps=6", f"resume={run}"), run)
     train_here(configure(*RUN, *alone, "max_steps=6"), whole)
     assert_same_tensors(final_tensors(run), final_tensors(whole))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpipe_cli.assembly.loss import Totals
-from gpipe_cli.data.cache import cached
+from gpipe_cli.data.cache import read_or_make
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import FolderLock
 from gpipe_cli.training.checkpoint import files
@@ -42,11 +42,11 @@ def progress(step: int, best: int | None = None) -> files.Progress:
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
-    draft = files.draft_of(run, step)
-    snapshots = [Snapshot().take(named)[0] for named in tensors(step)]
-    written = [files.write_stage(draft, stage, copies) for stage, copies in enumerate(snapshots)]
+    staging = files.staging_dir(run, step)
+    snapshots = [Snapshot().copy_to_host(named)[0] for named in tensors(step)]
+    written = [files.write_stage(staging, stage, copies) for stage, copies in enumerate(snapshots)]
     index = files.Index(progress(step, best), ("stem", "head"), tuple(written))
-    return files.finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
+    return files.finish_checkpoint(staging, index, config="partitions: 2\n", keep=keep)
 
 
 def test_strides_shared_memory_and_types_come_back(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ def test_a_file_system_may_have_neither_links_nor_locks(tmp_path: Path, monkeypa
     second.mkdir()
     for step, best in ((4, 4), (5, 4)):
         write(first, step, best=best)
-    files.adopt(files.find_checkpoint(first, "last", "resume"), second)
+    files.link_checkpoint_into(files.find_checkpoint(first, "last", "resume"), second)
     write(second, 6, best=6, keep=1)
     for run, last, best in ((first, 5, 4), (second, 6, 6)):
         for which, step in (("last", last), ("best", best)):
             assert files.find_checkpoint(run, which, "run").name == f"step_{step:08d}"
             assert (run / "checkpoints" / which).read_text() == f"step_{step:08d}\n"
     FolderLock(first).release()
-    assert [cached(tmp_path / "cache", "pieces", lambda: b"learned") for _ in range(2)] == [b"learned"] * 2
+    assert [read_or_make(tmp_path / "cache", "pieces", lambda: b"learned") for _ in range(2)] == [b"learned"] * 2
 
 
 def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"resume={tmp_path}: the run has written no checkpoint"):
         files.find_checkpoint(tmp_path, "last", "resume")
     write(tmp_path, 1)
-    draft = files.draft_of(tmp_path, 2)
-    files.write_stage(draft, 0, Snapshot().take(tensors(2)[0])[0])  # and then it was killed
-    assert [folder.name for folder in files.checkpoints_in(tmp_path)] == ["step_00000001"]
+    staging = files.staging_dir(tmp_path, 2)
+    files.write_stage(staging, 0, Snapshot().copy_to_host(tensors(2)[0])[0])  # and then it was killed
+    assert [folder.name for folder in files.list_checkpoints(tmp_path)] == ["step_00000001"]
     assert files.find_checkpoint(tmp_path, "last", "run").name == "step_00000001"
-    files.remove_drafts(tmp_path)  # as the next start does
+    files.clean_staging(tmp_path)  # as the next start does
     write(tmp_path, 3)
-    assert sorted(path.name for path in draft.parent.iterdir() if not path.is_symlink()) == [
+    assert sorted(path.name for path in staging.parent.iterdir() if not path.is_symlink()) == [
         "step_00000001",
         "step_00000003",
     ]
@@ -135,7 +135,7 @@ def test_links_and_what_stays(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         write(tmp_path, step, best=best, keep=2)
     folder = tmp_path / "checkpoints"
-    assert [found.name for found in files.checkpoints_in(tmp_path)] == [
+    assert [found.name for found in files.list_checkpoints(tmp_path)] == [
         "step_00000002",
         "step_00000004",
         "step_00000005",
@@ -144,5 +144,5 @@ def test_links_and_what_stays(tmp_path: Path) -> None:
     assert (folder / "best").readlink() == Path("step_00000002")
     assert files.find_checkpoint(tmp_path, "best", "run").name == "step_00000002"
     write(tmp_path, 6, best=6, keep=1)
-    assert [found.name for found in files.checkpoints_in(tmp_path)] == ["step_00000006"]
+    assert [found.name for found in files.list_checkpoints(tmp_path)] == ["step_00000006"]
     assert (folder / "best").resolve() == (folder / "last").resolve() == (folder / "step_00000006").resolve()

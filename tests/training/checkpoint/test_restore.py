@@ -29,7 +29,7 @@ from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint import files
-from gpipe_cli.training.checkpoint.files import checkpoints_in, find_checkpoint
+from gpipe_cli.training.checkpoint.files import find_checkpoint, list_checkpoints
 from gpipe_cli.training.checkpoint.restore import restore
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.fine_tuning import fine_tune
@@ -225,5 +225,5 @@ def test_what_lies_behind_a_damaged_checkpoint_is_done_again(two: Path, tmp_path
     flip(run / "checkpoints" / "step_00000002")
     (run / "checkpoints" / "step_00000002").rename(run / "checkpoints" / "step_00000003")
     train_here(configure(*SETTINGS, "max_steps=2", f"resume={run}"), run)
-    assert [folder.name for folder in checkpoints_in(run)] == ["step_00000001", "step_00000002"]
+    assert [folder.name for folder in list_checkpoints(run)] == ["step_00000001", "step_00000002"]
     assert_same_tensors(final_tensors(run), final_tensors(two))

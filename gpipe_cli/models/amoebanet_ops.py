@@ -127,7 +127,7 @@ class FactorizedReduction(nn.Module):
         return self.norm(torch.cat([self.even(x[:, :, ::2, ::2]), self.odd(odd)], dim=1))
 
 
-class AfterRelu(nn.Sequential):
+class PreActivated(nn.Sequential):
     """An operation that begins with ReLU, without that ReLU: a cell rectifies each state once for all operations that
     read it, and keeps a single tensor for the backward."""
 
@@ -136,23 +136,25 @@ class AfterRelu(nn.Sequential):
 relu_after_norm = partial(nn.ReLU, inplace=True)
 
 
-def convolution(in_channels: int, out_channels: int, norm: Norm) -> AfterRelu:
+def convolution(in_channels: int, out_channels: int, norm: Norm) -> PreActivated:
     """(ReLU,) 1x1 convolution, batch norm."""
-    return AfterRelu(Convolution(in_channels, out_channels), norm(out_channels))
+    return PreActivated(Convolution(in_channels, out_channels), norm(out_channels))
 
 
-def _bottleneck(in_channels: int, out_channels: int, stride: int, norm: Norm, *kernels: tuple[int, int]) -> AfterRelu:
+def _bottleneck(
+    in_channels: int, out_channels: int, stride: int, norm: Norm, *kernels: tuple[int, int]
+) -> PreActivated:
     """(ReLU,) 1x1 to a quarter of the channels, the `kernels` there, 1x1 back; batch norm and ReLU between."""
     inner = out_channels // 4
     layers: list[nn.Module] = [Convolution(in_channels, inner)]
     for kernel in kernels:
         layers += [norm(inner), relu_after_norm(), SameConvolution(inner, inner, kernel, (stride, stride))]
-    return AfterRelu(*layers, norm(inner), relu_after_norm(), Convolution(inner, out_channels), norm(out_channels))
+    return PreActivated(*layers, norm(inner), relu_after_norm(), Convolution(inner, out_channels), norm(out_channels))
 
 
-def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, kernel: int) -> AfterRelu:
+def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, kernel: int) -> PreActivated:
     """Twice: (ReLU,) a kernel x kernel filter for each channel, 1x1 convolution, batch norm; the first with stride."""
-    return AfterRelu(
+    return PreActivated(
         SameConvolution(in_channels, in_channels, (kernel, kernel), (stride, stride), groups=in_channels),
         Convolution(in_channels, out_channels),
         norm(out_channels),
@@ -163,10 +165,10 @@ def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, 
     )
 
 
-def operation(name: str, in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Module:
+def make_operation(name: str, in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Module:
     """An operation of a genotype, (N, in, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
 
-    An `AfterRelu` expects its input rectified; every other module takes the state as it is.
+    An `PreActivated` expects its input rectified; every other module takes the state as it is.
     """
     match name:
         case "identity" if in_channels == out_channels:

@@ -8,31 +8,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.reporting.run.description import RunDescription
-from gpipe_cli.reporting.sinks.sink import PROJECT, Sink, Value, keep_id, known_id
+from gpipe_cli.reporting.loggers.logger import PROJECT, RunLogger, Value, read_run_id, store_run_id
+from gpipe_cli.reporting.run.description import RunContext
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_SERVER_SECONDS = 10  # how long a server may take to answer
-_LAST_SECONDS = 60.0  # how long the upload of the rest may take when a run ends
+_SERVER_TIMEOUT_SECONDS = 10  # how long a server may take to answer
+_FINISH_TIMEOUT_SECONDS = 60.0  # how long the upload of the rest may take when a run ends
 
 
-class Writer(Sink):
+class Logger(RunLogger):
     remote = True
     needs = ("wandb", "wandb")
 
-    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, run: RunContext, facts: Mapping[str, str]) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self._image = wandb.Image
         # without `finish_timeout`, which some versions lack, a run without network never ends
         patience: dict[str, Any] = (
-            {"finish_timeout": _LAST_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
+            {"finish_timeout": _FINISH_TIMEOUT_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
         )
-        run_id = known_id(folder, "wandb") or uuid.uuid4().hex[:8]
+        run_id = read_run_id(folder, "wandb") or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=folder.name,
@@ -41,11 +41,11 @@ class Writer(Sink):
             dir=str(folder),
             mode=None if "WANDB_MODE" in os.environ or _has_key() else "offline",
             settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, disable_code=True, init_timeout=_SERVER_SECONDS,
+                silent=True, console="off", disable_git=True, disable_code=True, init_timeout=_SERVER_TIMEOUT_SECONDS,
                 reinit="finish_previous", **patience,
             ),
         )  # fmt: skip
-        keep_id(folder, "wandb", run_id)
+        store_run_id(folder, "wandb", run_id)
         # W&B's own step cannot decrease, but test scores arrive after the next step has been logged
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

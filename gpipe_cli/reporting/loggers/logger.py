@@ -1,7 +1,7 @@
 """The interface of a sink, and what sinks share.
 
-To add a sink, write a module here, with a class `Writer` that has the methods of `Sink`, and add the module's name to
-`Logger` in config/settings.py. Help, completion and checks of the setting `logger` follow from that.
+To add a sink, write a module here, with a class `Logger` that has the methods of `RunLogger`, and add the module's name
+to `Logger` in config/settings.py. Help, completion and checks of the setting `logger` follow from that.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from gpipe_cli.config.settings import Logger, TrainConfig, flattened
 from gpipe_cli.config.typed import choices, settings
 from gpipe_cli.errors import InvalidSettingError, show
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.system.files import read_json, write_whole
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _IDS = "loggers.json"  # a file in the run folder: logger -> the id of the run i
 Value = bool | int | float | str  # value of a setting
 
 
-class Sink(Protocol):
+class RunLogger(Protocol):
     """Receives what happens in a run; what a sink does not define, it ignores. `step` counts the optimizer steps done.
     Any method may raise any exception."""
 
@@ -40,7 +40,7 @@ class Sink(Protocol):
     remote: ClassVar[bool]
     needs: ClassVar[tuple[str, str] | None]  # the module it imports, and the package that provides it
 
-    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, run: RunContext, facts: Mapping[str, str]) -> None:
         """`facts`: the folder, the command line and the commit, under MLflow's names for them."""
 
     def settings(self, values: Mapping[str, Value]) -> None:
@@ -64,13 +64,13 @@ class Sink(Protocol):
 def check_installed(loggers: Sequence[Logger]) -> None:
     """Raises InvalidSettingError for a logger whose package is not installed."""
     for name in loggers:
-        module, package = writer(name).needs or ("sys", "")
+        module, package = logger_class(name).needs or ("sys", "")
         if importlib.util.find_spec(module) is None:
             why = f"{name} needs {package}, which is not installed; pip install {package}, or leave {name} out"
             raise InvalidSettingError("logger", loggers, why)
 
 
-def known_id(folder: Path, logger: Logger) -> str | None:
+def read_run_id(folder: Path, logger: Logger) -> str | None:
     """The id under which `logger` has the run of this folder, which a resume continues; None if it has none yet."""
     with suppress(OSError, ValueError):
         run_id: str | None = read_json(folder / _IDS).get(logger)
@@ -78,7 +78,7 @@ def known_id(folder: Path, logger: Logger) -> str | None:
     return None
 
 
-def keep_id(folder: Path, logger: Logger, run_id: str) -> None:
+def store_run_id(folder: Path, logger: Logger, run_id: str) -> None:
     """Stores the id that `logger` gave the run; if that fails, a resume will appear as a new run there."""
     ids: dict[str, str] = {}
     with suppress(OSError, ValueError):
@@ -87,9 +87,9 @@ def keep_id(folder: Path, logger: Logger, run_id: str) -> None:
         write_whole(folder / _IDS, json.dumps(ids | {logger: run_id}) + "\n")
 
 
-def writer(logger: Logger) -> type[Sink]:
+def logger_class(logger: Logger) -> type[RunLogger]:
     """The class of a logger's sinks."""
-    kind: type[Sink] = import_module(f"gpipe_cli.reporting.sinks.{logger}").Writer
+    kind: type[RunLogger] = import_module(f"gpipe_cli.reporting.loggers.{logger}").Logger
     return kind
 
 

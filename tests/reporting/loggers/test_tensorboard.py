@@ -21,9 +21,9 @@ from reporting_runs import (
 from tensorboard.plugins.hparams import api_pb2, metadata
 from torch.utils.tensorboard.summary import scalar
 
+from gpipe_cli.reporting.loggers.logger import hyperparameters
+from gpipe_cli.reporting.loggers.tensorboard import EventFile
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
-from gpipe_cli.reporting.sinks.sink import hyperparameters
-from gpipe_cli.reporting.sinks.tensorboard import EventFile
 from gpipe_cli.results.files import read_result
 from gpipe_cli.units import GIB
 
@@ -62,7 +62,7 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     reporter, _ = reporter_in(tmp_path, plan=plan())
     for number in (1, 2):
         reporter.on_message(step(number))
-        reporter.recorded(number, shares(0.1))
+        reporter.add_breakdown(number, shares(0.1))
     reporter.on_message(evaluation(2))
     reporter.finish("completed")
     both = {  # the values of steps 1 and 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.data.cache import locked
+from gpipe_cli.data.cache import file_lock
 from gpipe_cli.data.readers import Samples, read_folders
 from gpipe_cli.data.splits import Splits, split_names
 from gpipe_cli.errors import InvalidSettingError, with_type
@@ -19,7 +19,7 @@ _DOWNLOAD = "set dataset.download=true"
 
 
 @dataclass(frozen=True)
-class PhotographSet:
+class FineGrainedSet:
     """One row of the paper's Table 4, and where its files come from."""
 
     train: int  # images
@@ -31,15 +31,15 @@ class PhotographSet:
     train_split: str = "train"  # torchvision's name of the training split
 
 
-PHOTOGRAPHS = {
-    "imagenet": PhotographSet(
+FINE_GRAINED = {
+    "imagenet": FineGrainedSet(
         1_281_167,
         50_000,
         "train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or ILSVRC2012_devkit_t12.tar.gz beside the two archives "
         "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar",
         "the archives are given out by image-net.org after registration",
     ),
-    "stanford_cars": PhotographSet(
+    "stanford_cars": FineGrainedSet(
         8_144,
         8_041,
         "cars_train, cars_test, devkit and cars_test_annos_withlabels.mat",
@@ -48,7 +48,7 @@ PHOTOGRAPHS = {
         reader="StanfordCars",
     ),
     # 3,669 test images are the official split; the paper prints 3,369, for which no list of images is known.
-    "oxford_pets": PhotographSet(
+    "oxford_pets": FineGrainedSet(
         3_680,
         3_669,
         "images and annotations",
@@ -56,9 +56,9 @@ PHOTOGRAPHS = {
         reader="OxfordIIITPet",
         train_split="trainval",
     ),
-    "food101": PhotographSet(75_750, 25_250, "images and meta", folder="food-101", reader="Food101"),
+    "food101": FineGrainedSet(75_750, 25_250, "images and meta", folder="food-101", reader="Food101"),
     # The official training and validation parts together; classes are the 100 variants (737-700), the finest level.
-    "fgvc_aircraft": PhotographSet(
+    "fgvc_aircraft": FineGrainedSet(
         6_667,
         3_333,
         "data/images, data/variants.txt and data/images_variant_*.txt",
@@ -66,7 +66,7 @@ PHOTOGRAPHS = {
         reader="FGVCAircraft",
         train_split="trainval",
     ),
-    "birdsnap": PhotographSet(
+    "birdsnap": FineGrainedSet(
         47_386,
         2_443,
         "train/<class>/*.jpg and test/<class>/*.jpg",
@@ -74,11 +74,11 @@ PHOTOGRAPHS = {
     ),
 }
 
-DECODED = ("image_folder", "image_masks", *PHOTOGRAPHS)
+DECODED_FROM_FILES = ("image_folder", "image_masks", *FINE_GRAINED)
 """Data sets whose images are decoded from files, which is the work of several loader processes."""
 
 
-def read_photographs(name: str, root: Path, *, download: bool, partial: bool) -> Splits[Samples]:
+def read_fine_grained(name: str, root: Path, *, download: bool, partial: bool) -> Splits[Samples]:
     """The training and the test split of the set `name`, a key of PHOTOGRAPHS, from the files below `root`.
 
     download: fetch what is missing; the settings allow it if torchvision can. partial: accept fewer images than the
@@ -86,11 +86,11 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
 
     Raises InputError for files that are missing or damaged, and for sizes that are not the paper's.
     """
-    photographs = PHOTOGRAPHS[name]
-    expected = f"{name} is expected as {photographs.contents}; {photographs.get}"
+    fine_grained = FINE_GRAINED[name]
+    expected = f"{name} is expected as {fine_grained.contents}; {fine_grained.get}"
     if name == "imagenet":
         train, test = _read_imagenet(root, expected)
-    elif photographs.reader is None:
+    elif fine_grained.reader is None:
         train, test = read_folders(root, expected, *split_names(root))
     else:
         train, test = (
@@ -98,14 +98,14 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
             for split in ("training", "test")
         )
     for what, wanted, present in (
-        ("training images", photographs.train, len(train.targets)),
-        ("test images", photographs.test, len(test.targets)),
+        ("training images", fine_grained.train, len(train.targets)),
+        ("test images", fine_grained.test, len(test.targets)),
     ):
         if present == wanted or (partial and 0 < present < wanted):
             continue
         remedy = "remove what is not part of it"
         if present < wanted:
-            remedy = _complete(name, root) + (" or set dataset.partial=true" if present else "")
+            remedy = _completion_remedy(name, root) + (" or set dataset.partial=true" if present else "")
         raise InvalidSettingError("dataset.root", root, f"{name} has {wanted:,} {what}, found {present:,}; {remedy}")
     return Splits(train, test)
 
@@ -123,7 +123,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
     try:
         # Only unpacking may need a writable disk.
         if (meta.is_file() or devkit.is_file()) and os.access(root, os.W_OK):
-            with locked(root / ".download.lock"):
+            with file_lock(root / ".download.lock"):
                 if not (meta.is_file() and (root / "train").is_dir() and (root / "val").is_dir()):
                     for split in ("train", "val"):
                         ImageNet(str(root), split=split)
@@ -145,13 +145,13 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
     """One split of a set whose annotations list its images; without `partial` every listed image must be there."""
     from torchvision import datasets
 
-    photographs = PHOTOGRAPHS[name]
-    assert photographs.reader is not None
-    folder = root / photographs.folder
-    part = photographs.train_split if split == "training" else split
+    fine_grained = FINE_GRAINED[name]
+    assert fine_grained.reader is not None
+    folder = root / fine_grained.folder
+    part = fine_grained.train_split if split == "training" else split
     try:
-        with locked(root / ".download.lock") if download else nullcontext():
-            reader: Any = getattr(datasets, photographs.reader)(str(root), split=part, download=download)
+        with file_lock(root / ".download.lock") if download else nullcontext():
+            reader: Any = getattr(datasets, fine_grained.reader)(str(root), split=part, download=download)
         # torchvision has no public way to the paths: indexing a reader decodes the image.
         if name == "stanford_cars":
             paths, labels = zip(*reader._samples, strict=True)
@@ -175,13 +175,13 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
     if len(kept) < len(listed) and not partial:
         missing = next(path for path, _ in listed if path not in existing_paths)
         why = f"{len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists are missing"
-        use = f"{_complete(name, root)} or set dataset.partial=true"
+        use = f"{_completion_remedy(name, root)} or set dataset.partial=true"
         raise InvalidSettingError("dataset.root", root, f"{why}, e.g. '{missing}'; {use}")
     return Samples.of_files(kept, classes)
 
 
-def _complete(name: str, root: Path) -> str:
+def _completion_remedy(name: str, root: Path) -> str:
     """The remedy for data with files missing. torchvision takes an existing folder for a finished download."""
-    if PHOTOGRAPHS[name].get == _DOWNLOAD:
-        return f"complete the data (delete '{root / PHOTOGRAPHS[name].folder}' and {_DOWNLOAD})"
+    if FINE_GRAINED[name].get == _DOWNLOAD:
+        return f"complete the data (delete '{root / FINE_GRAINED[name].folder}' and {_DOWNLOAD})"
     return "complete the data"

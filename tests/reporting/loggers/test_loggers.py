@@ -11,8 +11,8 @@ import pytest
 from reporting_runs import description, evaluation, events, plan, reporter_in, shares, step, timeline
 from training_runs import command
 
+from gpipe_cli.reporting.loggers.logger import hyperparameters
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
-from gpipe_cli.reporting.sinks.sink import hyperparameters
 from gpipe_cli.results.files import read_result
 
 
@@ -22,7 +22,7 @@ def report(folder: Path, *settings: str, end: bool = True, **changes: Any) -> st
     first = changes.get("first_step", 0)
     for number in range(first + 1, first + 5):
         reporter.on_message(step(number))
-        reporter.recorded(number, shares(0.1))
+        reporter.add_breakdown(number, shares(0.1))
     reporter.on_message(evaluation(first + 4))
     reporter.timeline(StepPicture(1, first + 4, (timeline(),)))
     if end:

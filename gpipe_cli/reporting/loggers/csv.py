@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.loggers.logger import RunLogger
+from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.reporting.run.lines import show_error
-from gpipe_cli.reporting.sinks.sink import Sink
 from gpipe_cli.system.files import naming, open_regular, write_whole
 from gpipe_cli.units import plural
 
@@ -21,11 +21,11 @@ NAME = "metrics.csv"
 _ROW = re.compile(rb"\d{1,18}(,([-+.\de]*|-?(nan|inf)))*\r?\n")
 
 
-class Writer(Sink):
+class Logger(RunLogger):
     remote = False
     needs = None
 
-    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, run: RunContext, facts: Mapping[str, str]) -> None:
         """A resumed run repeats the steps after its checkpoint: their rows are removed."""
         self._path = folder / NAME
         self._rows: dict[int, dict[str, float]] = {}  # step -> values not yet written
@@ -37,7 +37,7 @@ class Writer(Sink):
             if self._path.exists():
                 if run.first_step:
                     self._read_tags()
-                self._write_anew()
+                self._rewrite()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._rows.setdefault(step, {}).update(values)
@@ -47,7 +47,7 @@ class Writer(Sink):
         if not self._rows:
             return
         if len(self._tags) > self._columns or min(self._rows) <= self._last:
-            self._write_anew()
+            self._rewrite()
         else:
             new = b"".join(self._line(step, {}) for step in sorted(self._rows))
             with naming(self._path), self._path.open("r+b", buffering=0) as file:
@@ -62,8 +62,8 @@ class Writer(Sink):
     def end(self, status: str, files: Sequence[Path]) -> None:
         self.flush()
 
-    def _write_anew(self) -> None:
-        write_whole(self._path, self._merged())
+    def _rewrite(self) -> None:
+        write_whole(self._path, self._merge_lines())
         self._columns = len(self._tags)
         self._size = self._path.stat().st_size
 
@@ -79,10 +79,10 @@ class Writer(Sink):
         if step != "step":
             raise OSError(errno.EINVAL, "its first line names no columns; move it away")
         self._columns = len(self._tags)
-        if damaged := lines - sum(1 for _ in self._written()):
+        if damaged := lines - sum(1 for _ in self._rows_in_file()):
             show_error(f"warning: {self._path}: {plural(damaged, 'damaged line')} left out")
 
-    def _written(self) -> Iterator[tuple[int, dict[str, str]]]:
+    def _rows_in_file(self) -> Iterator[tuple[int, dict[str, str]]]:
         """Step and values of each row in the file, without the last if it is incomplete, and without what can be no
         row: a power failure may leave zeros in place of what was written last."""
         with open_regular(self._path) as file:
@@ -92,11 +92,11 @@ class Writer(Sink):
                     step, *values = line.decode().strip().split(",")
                     yield int(step), dict(zip(self._tags, values, strict=False))
 
-    def _merged(self) -> Iterator[bytes]:
+    def _merge_lines(self) -> Iterator[bytes]:
         """The lines of the file up to step `_last`, merged with the values not yet written."""
         yield _line(["step", *self._tags])
         written_steps = set()
-        for step, row in self._written() if self._path.exists() else ():
+        for step, row in self._rows_in_file() if self._path.exists() else ():
             if step <= self._last:
                 written_steps.add(step)
                 yield self._line(step, row)

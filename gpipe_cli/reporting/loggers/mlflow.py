@@ -9,15 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.reporting.run.description import RunDescription
-from gpipe_cli.reporting.sinks.sink import PROJECT, Value, keep_id, known_id
+from gpipe_cli.reporting.loggers.logger import PROJECT, Value, read_run_id, store_run_id
+from gpipe_cli.reporting.run.description import RunContext
 
 if TYPE_CHECKING:
     import numpy as np
     from mlflow.entities import Metric
     from numpy.typing import NDArray
 
-_LOCAL = "mlruns"  # folder for MLflow's files in `output`, unless MLFLOW_TRACKING_URI is set
+_LOCAL_FOLDER = "mlruns"  # folder for MLflow's files in `output`, unless MLFLOW_TRACKING_URI is set
 _MAX_POINTS, _MAX_SETTINGS = 1000, 100  # MLflow's limits for a request
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
@@ -27,21 +27,21 @@ _ENVIRONMENT = {
 }
 
 
-class Writer:
+class Logger:
     remote = True
     needs = ("mlflow", "mlflow-skinny")
 
-    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, run: RunContext, facts: Mapping[str, str]) -> None:
         for key, value in _ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        local = (Path(run.config.output) / _LOCAL).absolute().as_uri()
+        local = (Path(run.config.output) / _LOCAL_FOLDER).absolute().as_uri()
         self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", local))
         self._waiting: list[Metric] = []
         stored = None
-        if (run_id := known_id(folder, "mlflow")) is not None:
+        if (run_id := read_run_id(folder, "mlflow")) is not None:
             with suppress(MlflowException):  # the run may be in another store
                 stored = self._client.get_run(run_id)
                 self._client.update_run(run_id, status="RUNNING")
@@ -49,7 +49,7 @@ class Writer:
             stored = self._client.create_run(self._experiment(), run_name=folder.name)
         self._id: str = stored.info.run_id
         self._settings = dict(stored.data.params)
-        keep_id(folder, "mlflow", self._id)
+        store_run_id(folder, "mlflow", self._id)
         for key, fact in facts.items():
             self._client.set_tag(self._id, key, fact)
 

@@ -11,8 +11,8 @@ import torch
 from image_files import opened, write_images
 from PIL import Image
 
+from gpipe_cli.data.fine_grained import FINE_GRAINED
 from gpipe_cli.data.images import ImageSplit
-from gpipe_cli.data.photographs import PHOTOGRAPHS
 from gpipe_cli.errors import InputError
 
 
@@ -119,7 +119,7 @@ def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
     assert refusal(name, tmp_path, num_classes=3).startswith(f"dataset.num_classes=3: {name} has 2 classes ")
     message = refusal(name, tmp_path / "nowhere")
     assert message.startswith(f"dataset.root={tmp_path / 'nowhere'}: ")
-    assert message.endswith(f"{PHOTOGRAPHS[name].contents}; {PHOTOGRAPHS[name].get}")
+    assert message.endswith(f"{FINE_GRAINED[name].contents}; {FINE_GRAINED[name].get}")
 
 
 def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     WRITERS[name](tmp_path)
 
     def paper_has(train: int, test: int) -> None:
-        monkeypatch.setitem(PHOTOGRAPHS, name, replace(PHOTOGRAPHS[name], train=train, test=test))
+        monkeypatch.setitem(FINE_GRAINED, name, replace(FINE_GRAINED[name], train=train, test=test))
 
     paper_has(4, 2)
     assert refusal(name, tmp_path, partial=False).endswith("or set dataset.partial=true")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.reporting.loggers.logger import Value, all_settings
 from gpipe_cli.reporting.plots.timeline_values import SHARES
-from gpipe_cli.reporting.run.description import RunDescription
-from gpipe_cli.reporting.sinks.sink import Value, all_settings
+from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.results.measures import MEASURES, finals
 from gpipe_cli.system.files import naming, open_to_append, write_whole
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-SHOWN_AT_FIRST = 5  # columns of settings in HParams; TensorBoard has checkboxes for the others
+INITIAL_COLUMNS = 5  # columns of settings in HParams; TensorBoard has checkboxes for the others
 # The settings that fill the columns left after those that a sweep varies.
-_USUAL = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
+_DEFAULT_COLUMNS = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
 _TYPES = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}  # TensorBoard's names for the type of a column
 _FIELDS = {bool: "bool_value", str: "string_value"}  # type -> the field of a cell
 _WHOLE = 10  # most digits of a setting before the decimal point
@@ -35,14 +35,14 @@ _WHOLE = 10  # most digits of a setting before the decimal point
 # final status that it reads. So both have files of their own, which a run resumed in its own folder replaces.
 _PREFIX = "events.out.tfevents"
 _SETTINGS, _END = f"{_PREFIX}.0000000000.settings", f"{_PREFIX}.9999999999.end"
-_numbers = count()  # tells apart the event files that this process creates in one second
+_file_numbers = count()  # tells apart the event files that this process creates in one second
 
 
-class Writer:
+class Logger:
     remote = False
     needs = ("tensorboard", "tensorboard")
 
-    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, run: RunContext, facts: Mapping[str, str]) -> None:
         from torch.utils.tensorboard import summary  # this imports torch
 
         self._folder, self._run, self._summary = folder, run, summary
@@ -54,10 +54,10 @@ class Writer:
         (folder / _END).unlink(missing_ok=True)
         summaries = [
             columns_summary(
-                varied_by(folder, values), [f"final/{measure.final}" for measure in finals(run.config.task)]
+                varied_settings(folder, values), [f"final/{measure.final}" for measure in finals(run.config.task)]
             ),
             settings_summary(values),
-            self._summary.custom_scalars(charts(run.config, predicted=run.prediction is not None)),
+            self._summary.custom_scalars(custom_scalars_layout(run.config, predicted=run.prediction is not None)),
         ]
         write_whole(folder / _SETTINGS, event_file(summaries))
 
@@ -95,15 +95,15 @@ class EventFile:
         """``first_step``: the next step; from it on, readers drop older events, which a resumed run repeats."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        name = f"{_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        name = f"{_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
         self._path = folder / name
         start = Event(session_log=SessionLog(status=SessionLog.START), step=first_step)
-        self._waiting = bytearray(record(_version()) + record(start))
+        self._waiting = bytearray(encode_event(_version()) + encode_event(start))
 
     def add(self, summary: "Summary", step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._waiting += record(Event(summary=summary, step=step))
+        self._waiting += encode_event(Event(summary=summary, step=step))
 
     def flush(self) -> None:
         """Writes the pending events. Raises OSError; events not yet written then stay pending."""
@@ -116,7 +116,7 @@ def event_file(summaries: Sequence["Summary"]) -> bytes:
     """The content of a complete event file."""
     from tensorboard.compat.proto.event_pb2 import Event
 
-    return b"".join(map(record, [_version(), *(Event(summary=summary) for summary in summaries)]))
+    return b"".join(map(encode_event, [_version(), *(Event(summary=summary) for summary in summaries)]))
 
 
 def _version() -> "Event":
@@ -126,7 +126,7 @@ def _version() -> "Event":
     return Event(file_version="brain.Event:2")
 
 
-def record(event: "Event") -> bytes:
+def encode_event(event: "Event") -> bytes:
     """The event, stamped with the current time, in the file's format: with length and checksums."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -136,7 +136,7 @@ def record(event: "Event") -> bytes:
     return file.getvalue()
 
 
-def charts(config: TrainConfig, *, predicted: bool) -> dict[str, dict[str, list[Any]]]:
+def custom_scalars_layout(config: TrainConfig, *, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     """The layout of the tab Custom Scalars. TensorBoard colours by run, so a chart has one line per run, and related
     values are a band around it. It merges the layouts of all runs by the titles of categories and drops equal charts:
     so charts must not depend on K, and runs on images and on text complement each other."""
@@ -172,7 +172,7 @@ def charts(config: TrainConfig, *, predicted: bool) -> dict[str, dict[str, list[
 # models and tasks; without them, every curve would be a metric.
 
 
-def varied_by(folder: Path, keys: Collection[str]) -> tuple[str, ...]:
+def varied_settings(folder: Path, keys: Collection[str]) -> tuple[str, ...]:
     """The settings that a sweep varies, from the name it gives a run's folder: `micro_batches=4,model=resnet`."""
     named = re.findall(r"(?:^|,)[+~]*([\w.]+)=", folder.name)
     return tuple(key for name in named for key in (name, f"{name}.name") if key in keys)
@@ -182,7 +182,7 @@ def columns_summary(varied: Sequence[str], metrics: Sequence[str]) -> "Summary":
     """The columns of the table: all settings, and the tags ``metrics``."""
     from tensorboard.plugins.hparams import api_pb2, metadata
 
-    first = list(dict.fromkeys((*varied, *_USUAL)))[:SHOWN_AT_FIRST]
+    first = list(dict.fromkeys((*varied, *_DEFAULT_COLUMNS)))[:INITIAL_COLUMNS]
     experiment = api_pb2.Experiment()
     for key, switch in all_settings().items():
         info = experiment.hparam_infos.add(name=key, type=_TYPES[bool if switch else str], differs=key in first)
@@ -197,7 +197,7 @@ def settings_summary(values: Mapping[str, Value]) -> "Summary":
 
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for key, value in values.items():
-        shown = typed_text(value)
+        shown = to_hparam(value)
         setattr(start.hparams[key], _FIELDS[type(shown)], shown)
     return _hparams(metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
@@ -220,7 +220,7 @@ def _hparams(tag: str, **data: Any) -> "Summary":
     return Summary(value=[Summary.Value(tag=tag, metadata=described, tensor=metadata.NULL_TENSOR)])
 
 
-def typed_text(value: Value) -> bool | str:
+def to_hparam(value: Value) -> bool | str:
     """A setting as text; switches stay bool. TensorBoard would show the number K = 4 as 4.0000. It sorts texts by
     character and hides leading blanks: so numbers are padded to align their decimal points, and have no exponents."""
     if isinstance(value, str | bool):
