@@ -39,8 +39,8 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.tied_weights import (
     Group,
     TiedWeights,
+    canonical_names,
     find_ties,
-    other_names,
     share_memory,
     stages_of,
     trained_parameters,
@@ -48,7 +48,7 @@ from gpipe_cli.pipeline.runtime.tied_weights import (
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build, forward_only
 from gpipe_cli.schedule.schedule import Schedule
-from gpipe_cli.system.cuda_graphs import CudaGraphMaker
+from gpipe_cli.system.cuda_graphs import TorchGraphCapturer
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ class Case:
         return self.partitions // (self.stages_per_process if self.partitions % self.stages_per_process == 0 else 1)
 
     @property
-    def process_of_stage(self) -> tuple[int, ...]:
+    def rank_of_stage(self) -> tuple[int, ...]:
         """The process of each stage; a process has stages that are not neighbours."""
         return tuple(stage % self.processes for stage in range(self.partitions))
 
@@ -269,7 +269,7 @@ def costs_of(model: str, frozen: Frozen, bfloat16: bool = False) -> tuple[LayerC
         described,
         as_boundary((torch.empty(1, 3, SIZE, SIZE),)),
         training=True,
-        computed_in=torch.bfloat16 if bfloat16 else None,
+        autocast_dtype=torch.bfloat16 if bfloat16 else None,
     )
 
 
@@ -282,7 +282,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     device, ties = torch.device(case.device), find_ties(model)
     stages = build_stages(
         model, costs, balance, here=here, device=device, memory_format=memory_format, frozen=case.frozen,
-        computed_in=torch.bfloat16 if case.bfloat16 else None,
+        autocast_dtype=torch.bfloat16 if case.bfloat16 else None,
     )  # fmt: skip
     crossing = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
     boundaries = Boundaries(crossing, crossing, memory_format)
@@ -291,22 +291,22 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         ends = {(route.sender, route.receiver) for route in routes(crossing)}
         used = {edge: link for edge, link in links.items() if edge[1:] in ends or edge[:0:-1] in ends}
         transport = P2PTransport(
-            case.process_of_stage[here[0]], case.process_of_stage, Links(used, 60, 60), boundaries, device
+            case.rank_of_stage[here[0]], case.rank_of_stage, Links(used, 60, 60), boundaries, device
         )
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.counter.on = case.recompute != "never"
         if case.graphs:
-            stage.use_graphs(CudaGraphMaker(device) if device.type == "cuda" else TapeMaker())
-            assert stage.graphs is not None
-            stage.graphs.rehearsing = True
-    executor = Executor(stages, case.process_of_stage, transport)
+            stage.use_cuda_graphs(TorchGraphCapturer(device) if device.type == "cuda" else TapeMaker())
+            assert stage.cuda_graphs is not None
+            stage.cuda_graphs.capture_eagerly = True
+    executor = Executor(stages, case.rank_of_stage, transport)
     layers = iter(dict(model.named_children()))
     tied = TiedWeights(
         ties,
         stages_of(ties, [[*itertools.islice(layers, size)] for size in balance]),
         stages,
-        0 if links is None else case.process_of_stage[here[0]],
-        [0] * case.partitions if links is None else case.process_of_stage,
+        0 if links is None else case.rank_of_stage[here[0]],
+        [0] * case.partitions if links is None else case.rank_of_stage,
         GROUPS,
     )
     results: dict[str, torch.Tensor] = {}
@@ -321,7 +321,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         sizes = micro_batch_sizes(samples, case.micro_batches)
         order = build(case.schedule, case.partitions, len(sizes), case.recompute, case.processes)
         results |= {f"loss {step} {m}": loss.cpu() for m, loss in run(step, order, sizes, *data(case, step))}
-        tied.add_up()
+        tied.sum_gradients()
         for stage in stages.values():
             for name, parameter in trained_parameters(stage.module, ties).items():
                 assert (parameter.grad is not None) == parameter.requires_grad, name
@@ -334,15 +334,15 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     for stage in stages.values():
         stage.set_training(False)
         state = stage.module.state_dict().items()
-        results |= {f"final {other_names(ties).get(name, name)}": value.clone().cpu() for name, value in state}
+        results |= {f"final {canonical_names(ties).get(name, name)}": value.clone().cpu() for name, value in state}
     sizes = micro_batch_sizes(case.samples[0], case.micro_batches)
     order = forward_only(case.partitions, len(sizes))
     results |= {f"evaluated {m}": loss.cpu() for m, loss in run(99, order, sizes, *data(case, 0))}
-    executor.settle()
+    executor.drain_sends()
     for stage in stages.values():
-        if stage.graphs is not None:
-            assert not stage.graphs.cause, stage.graphs.cause
-            assert stage.graphs.recordings, "nothing was replayed"
+        if stage.cuda_graphs is not None:
+            assert not stage.cuda_graphs.fallback_reason, stage.cuda_graphs.fallback_reason
+            assert stage.cuda_graphs.captures, "nothing was replayed"
     return results
 
 
@@ -355,9 +355,9 @@ def join(rank: int, processes: int, meet: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
     for used in range(2, processes + 1):  # with a stage each, or as many as there are with two that take turns
-        process_of_stage = [stage % used for stage in range(processes)]
+        rank_of_stage = [stage % used for stage in range(processes)]
         pairs = [*itertools.combinations(range(processes), 2)]
-        LINKS[used] = edge_links(rank, process_of_stage, pairs, CPU, datetime.timedelta(seconds=60))
+        LINKS[used] = edge_links(rank, rank_of_stage, pairs, CPU, datetime.timedelta(seconds=60))
         for members in itertools.combinations(range(processes), used):
             if (group := new_group(rank, members, CPU, datetime.timedelta(seconds=60))) is not None:
                 GROUPS[members] = group
@@ -365,7 +365,7 @@ def join(rank: int, processes: int, meet: str) -> None:
 
 def train_as(rank: int, case: Case) -> dict[str, np.ndarray[Any, Any]]:
     """What `train` returns on the stages of process `rank`, as numbers that need no shared memory."""
-    here = [stage for stage, owner in enumerate(case.process_of_stage) if owner == rank]
+    here = [stage for stage, owner in enumerate(case.rank_of_stage) if owner == rank]
     links = {edge: link for edge, link in LINKS.get(case.processes, {}).items() if max(edge[1:]) < case.partitions}
     results = train(case, here, links)
     return {name: (value.float() if value.is_floating_point() else value).numpy() for name, value in results.items()}

@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensor
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.schedule.held import peak_bytes
+from gpipe_cli.schedule.in_flight_memory import peak_bytes
 from gpipe_cli.schedule.schedule import Retain, Schedule
 
 CLASSES, TOKENS, SIZE = 10, 12, 32
@@ -34,7 +34,7 @@ class Sample:
     lengths: tuple[int, ...] = ()
     auxiliary_weight: float = 0.0
     channels_last: bool = False
-    computed_in: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -61,7 +61,7 @@ class Sample:
             lengths=self.lengths,
             loss=loss_of_shapes(0.1, self.auxiliary_weight),
             memory_format=self.memory_format,
-            computed_in=self.computed_in,
+            autocast_dtype=self.autocast_dtype,
             splits=splits,
         )
 
@@ -112,7 +112,7 @@ SAMPLES = {
     "attention with dropout": Sample(_language_model, _TEXT, (TOKENS,)),
     "translation": Sample(_translation, _PAIRS, (TOKENS, TOKENS)),
     # each micro-batch keeps a copy of the weights in bfloat16 with its graph
-    "translation in bfloat16": Sample(_translation, _PAIRS, (TOKENS, TOKENS), computed_in=torch.bfloat16),
+    "translation in bfloat16": Sample(_translation, _PAIRS, (TOKENS, TOKENS), autocast_dtype=torch.bfloat16),
 }
 
 
@@ -127,7 +127,7 @@ def stages_of(sample: Sample, costs: Sequence[LayerCost], spans: Sequence[tuple[
     torch.manual_seed(0)
     stages = build_stages(
         sample.model(), costs, [end - first for first, end in spans], here=range(len(spans)),
-        memory_format=sample.memory_format, computed_in=sample.computed_in,
+        memory_format=sample.memory_format, autocast_dtype=sample.autocast_dtype,
     )  # fmt: skip
     for stage in stages.values():
         stage.counter.on = True
@@ -162,7 +162,7 @@ def held_between_halves(
     boundary: Any = sample.data(samples)
     for k, stage in stages.items():
         stage.begin_step(0, objective if k == len(spans) - 1 else None)
-        boundary = tuple(tensor.detach().clone() for tensor in stage.forward(0, boundary, Retain.GRAPH))
+        boundary = tuple(tensor.detach().clone() for tensor in stage.forward(0, boundary, Retain.ACTIVATIONS))
     memory = ActivationMemory(costs, sample.inputs, samples, sample.lengths)
     measured, predicted = [], []
     boundary = (None,)

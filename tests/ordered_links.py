@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import OfReplicas
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import AllGather
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
@@ -171,8 +171,8 @@ class Stage:
 
     def begin_step(self, step: int, objective: object, first_micro_batch: int, actions: object) -> None: ...
 
-    def finish_step(self, of_replicas: OfReplicas) -> None:
-        of_replicas(torch.zeros(1))
+    def finish_step(self, all_gather: AllGather) -> None:
+        all_gather(torch.zeros(1))
 
 
 Sums = Callable[[Device, int, int], Replicas]  # the replicas of a process, by replica and number in its pipeline
@@ -180,9 +180,9 @@ Sums = Callable[[Device, int, int], Replicas]  # the replicas of a process, by r
 
 def finishes(
     schedules: Sequence[Schedule],
-    process_of_stage: Sequence[int],
+    rank_of_stage: Sequence[int],
     *,
-    early: bool,
+    post_eagerly: bool,
     idle: float,
     sums: Sums | None = None,
     group_of: Callable[[Edge], object] = lambda edge: edge,
@@ -195,9 +195,9 @@ def finishes(
     skips = sorted(skips)
     boundaries = [
         (*BOUNDARY, *(replace(BOUNDARY[0], skip=f"{one}") for one in skips if one[0] <= cut < one[1]))
-        for cut in range(len(process_of_stage) - 1)
+        for cut in range(len(rank_of_stage) - 1)
     ]
-    partitions, processes = len(process_of_stage), 1 + max(process_of_stage)
+    partitions, processes = len(rank_of_stage), 1 + max(rank_of_stage)
     device = Device(processes * len(schedules))
     failed: list[BaseException] = []
 
@@ -205,7 +205,7 @@ def finishes(
         links, first = {}, replica * processes
         forward = [(Kind.F, route.sender, route.receiver) for route in routes(boundaries)]
         for kind, sender, receiver in forward + [(Kind.B, receiver, sender) for _, sender, receiver in forward]:
-            ends = process_of_stage[sender], process_of_stage[receiver]
+            ends = rank_of_stage[sender], rank_of_stage[receiver]
             if process in ends and ends[0] != ends[1]:
                 edge = kind, sender, receiver
                 peer = ends[0] if process == ends[1] else ends[1]
@@ -224,11 +224,11 @@ def finishes(
 
         try:
             transport = P2PTransport(
-                process, process_of_stage, Links(links_of(replica, process), 1, 1),
-                Boundaries(boundaries, boundaries), CPU, early=early,
+                process, rank_of_stage, Links(links_of(replica, process), 1, 1),
+                Boundaries(boundaries, boundaries), CPU, post_eagerly=post_eagerly,
             )  # fmt: skip
-            stages: dict[int, Any] = {k: Stage(k, skips) for k in range(partitions) if process_of_stage[k] == process}
-            executor = Executor(stages, process_of_stage, transport, watch)
+            stages: dict[int, Any] = {k: Stage(k, skips) for k in range(partitions) if rank_of_stage[k] == process}
+            executor = Executor(stages, rank_of_stage, transport, watch)
             replicas = None if sums is None else sums(device, replica, process)
             values = torch.arange(float(micro_batches))
             for step in range(2):
@@ -238,7 +238,7 @@ def finishes(
                 for k, stage in stages.items():
                     passed = sum(range(k))
                     assert stage.values == {m: m + passed for m in range(micro_batches)}, "another micro-batch arrived"
-            executor.settle()
+            executor.drain_sends()
         except BaseException as error:
             failed.append(error)
         finally:

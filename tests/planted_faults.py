@@ -22,12 +22,12 @@ def with_fault(name: str, task: Task, process: WorkerProcess) -> None:
         task(process)
 
 
-def drop_other_uses(add_up: Any, tied: TiedWeights) -> None:
+def drop_other_uses(sum_gradients: Any, tied: TiedWeights) -> None:
     for uses in tied._trained:
         for use in uses[1:]:
             if use.parameter is not None:
                 use.parameter.grad = None
-    add_up(tied)
+    sum_gradients(tied)
 
 
 def drop_other_replicas(finish: Any, replicas: Replicas) -> None:
@@ -58,7 +58,7 @@ def repeat_first(split_all: Any, inputs: Any, sizes: Any) -> Any:
 
 # Each in a method or function, and what check says of it: the verdict, and the text of the first row that is bad.
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
-    "a use of a tied weight left out": (TiedWeights, "add_up", drop_other_uses,
+    "a use of a tied weight left out": (TiedWeights, "sum_gradients", drop_other_uses,
         "first in layer embedding; the gradient of embedding.weight is another"),
     "a bucket not summed": (Replicas, "finish", drop_other_replicas,
         "first in layer 7; "),

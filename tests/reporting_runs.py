@@ -67,8 +67,8 @@ def spec(**changes: Any) -> PipelineSpec:
         "compile": False,
     }
     devices = (changes.pop("devices", ("cuda:0", "cuda:1")),)
-    process_of_stage = tuple(changes.pop("process_of_stage", (0, 1)))
-    layout = Layout(devices, process_of_stage, process_of_stage, threads=1, at_once=2, here=True, started=None)
+    rank_of_stage = tuple(changes.pop("rank_of_stage", (0, 1)))
+    layout = Layout(devices, rank_of_stage, rank_of_stage, threads=1, at_once=2, here=True, started=None)
     return PipelineSpec(**(unread | values | {"layout": layout} | changes))
 
 

@@ -1,10 +1,10 @@
 """The schedules that have a name, for the tests of what holds for all of them."""
 
 from gpipe_cli.schedule import named_schedules
-from gpipe_cli.schedule.schedule import Action, Kind, Recompute, Schedule
+from gpipe_cli.schedule.schedule import Action, Kind, RecomputePlan, Schedule
 
 
-def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
+def build(name: str, partitions: int, micro_batches: int, recompute: RecomputePlan) -> Schedule:
     """`interleaved` with two stages on each device where the number is even, and one where it is odd."""
     devices = partitions if name == "interleaved" and partitions % 2 else None
     return named_schedules.build(name, partitions, micro_batches, recompute, devices)

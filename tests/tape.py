@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _GARBAGE = 0x7F  # bytes that lie in memory which nothing may read: as floats, huge or no numbers
 
 
-class Draws:
+class RngState:
     def __init__(self) -> None:
         self.seed = 0
 
@@ -48,20 +48,20 @@ class Tape(TorchDispatchMode):
         self._calls.append((func, *(tree_map_only(torch.Tensor, _alias, of) for of in (args, kwargs or {}, returned))))
         return returned
 
-    def draw_from(self, draws: Draws) -> None:
-        draws.use()
-        self._calls.append(draws)
+    def use_rng_state(self, rng: RngState) -> None:
+        rng.use()
+        self._calls.append(rng)
 
     @property
     def launches(self) -> int:
         """The number of operations that launch something on a GPU."""
-        return sum(not isinstance(one, Draws) and not one[0].is_view for one in self._calls)
+        return sum(not isinstance(one, RngState) and not one[0].is_view for one in self._calls)
 
     def tensors(self) -> tuple[list[torch.Tensor], set[int]]:
         """The tape's own tensors, and the storages that its operations have made."""
         own, made, given = list[torch.Tensor](), set[int](), set[int]()
         for one in self._calls:
-            if isinstance(one, Draws):
+            if isinstance(one, RngState):
                 continue
             taken = [t for t in tree_leaves(one[1:3]) if isinstance(t, torch.Tensor)]
             given |= {storage(tensor) for tensor in taken} - made
@@ -77,7 +77,7 @@ class Tape(TorchDispatchMode):
         for memory in self._free:  # an allocator would have given it to this graph
             torch.empty(0, dtype=torch.uint8).set_(memory).fill_(_GARBAGE)
         for one in self._calls:
-            if isinstance(one, Draws):
+            if isinstance(one, RngState):
                 one.use()
                 continue
             func, args, kwargs, returned = one
@@ -125,8 +125,8 @@ def _in_graph(parameter: nn.Parameter) -> bool:
 
 
 class TapeMaker:
-    """A `GraphMaker` for the CPU. As in a GPU's, a recording fails while a graph of autograd over one of `parameters`
-    is alive, whose node belongs to the stream on which it was made."""
+    """A `CudaGraphCapturer` for the CPU. As in a GPU's, a recording fails while a graph of autograd over one of
+    `parameters` is alive, whose node belongs to the stream on which it was made."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
@@ -138,18 +138,18 @@ class TapeMaker:
     def new_pool(self) -> Pool:
         return Pool()
 
-    def new_draws(self) -> Draws:
-        return Draws()
+    def new_rng_state(self) -> RngState:
+        return RngState()
 
-    def apart(self) -> Any:
+    def on_capture_stream(self) -> Any:
         self._stale = any(map(_in_graph, self.parameters))
         return nullcontext()
 
-    def refusing_waits(self) -> Any:
+    def forbid_sync(self) -> Any:
         return nullcontext()
 
     @contextmanager
-    def record(self, pool: Pool, draws: Sequence[Draws]) -> Iterator[Tape]:
+    def capture(self, pool: Pool, rng: Sequence[RngState]) -> Iterator[Tape]:
         if self._stale:
             self.failed += 1
             raise RuntimeError("a node of autograd belongs to another stream")
@@ -162,10 +162,10 @@ class TapeMaker:
         pool.tapes.append(tape)
         self.tapes.append(tape)
 
-    def draw_from(self, draws: Draws | None) -> None:
+    def use_rng_state(self, rng: RngState | None) -> None:
         assert self.recording is not None
-        if draws is not None:
-            self.recording.draw_from(draws)
+        if rng is not None:
+            self.recording.use_rng_state(rng)
 
 
 class Full(TapeMaker):
@@ -176,8 +176,8 @@ class Full(TapeMaker):
         self.left = graphs
 
     @contextmanager
-    def record(self, pool: Pool, draws: Sequence[Draws]) -> Iterator[Tape]:
-        with super().record(pool, draws) as recorded:
+    def capture(self, pool: Pool, rng: Sequence[RngState]) -> Iterator[Tape]:
+        with super().capture(pool, rng) as recorded:
             yield recorded
         self.left -= 1
         if self.left < 0:

@@ -26,7 +26,7 @@ from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.results.files import read_result
 from gpipe_cli.schedule.named_schedules import SCHEDULES, build
-from gpipe_cli.schedule.schedule import RECOMPUTE
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES
 from gpipe_cli.training import train_loop
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
 from gpipe_cli.training.events import StepDone
@@ -55,14 +55,14 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_neither_partitions_nor_graphs_matter(schedule: str, channels_last: bool) -> None:
     whole = Case(device="cuda:0", schedule=schedule, channels_last=channels_last)
     expected = run_in_process(whole)
-    for partitions, recompute, graphs in product((1, 2, 4), RECOMPUTE, (False, True)):
+    for partitions, recompute, graphs in product((1, 2, 4), RECOMPUTE_MODES, (False, True)):
         case = replace(whole, partitions=partitions, recompute=recompute, stages_per_process=2, graphs=graphs)
         assert_same_tensors(run_in_process(case), expected)
 
 
 def test_partitions_do_not_matter_in_a_loop_of_ones_own() -> None:
     expected = library_runs.train(partitions=1, recompute="never", devices=["cuda:0"])
-    for partitions, recompute in product((2, 4), RECOMPUTE):
+    for partitions, recompute in product((2, 4), RECOMPUTE_MODES):
         devices = ["cuda:0"] * partitions
         assert_same_tensors(library_runs.train(partitions=partitions, recompute=recompute, devices=devices), expected)
 

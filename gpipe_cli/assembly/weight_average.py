@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 
 
 class WeightAverage:
@@ -29,9 +29,9 @@ class WeightAverage:
         state = module.state_dict(keep_vars=True)
         named = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         # tied weights are several parameters in the same memory
-        first = {storage_of(tensor): tensor for tensor in reversed(named.values())}
+        first = {storage_id(tensor): tensor for tensor in reversed(named.values())}
         self._pairs = {tensor: tensor.detach().clone() for tensor in reversed(first.values())}
-        self.average = {name: self._pairs[first[storage_of(tensor)]] for name, tensor in named.items()}
+        self.average = {name: self._pairs[first[storage_id(tensor)]] for name, tensor in named.items()}
 
     @torch.no_grad()
     def update(self, statistics: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:

@@ -30,8 +30,8 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
-from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.step_timings import StepTimer
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
@@ -145,7 +145,7 @@ class _Timer:
         """`hooks`: read the clock between the layers of the stage; else it has a single layer, and may be replayed."""
         self._timing, self._spec, self._config, self._stage = timing, spec, timing.config, stage
         self._layers = list(stage.module.children())
-        self._clock = Recorder({stage.index: stage.device}).clocks[stage.index]
+        self._clock = StepTimer({stage.index: stage.device}).clocks[stage.index]
         # by samples: inputs, gradients of outputs, and targets, which only the segment with the last layer has
         self._drawn: dict[int, tuple[Tensors, Sequence[torch.Tensor | None], torch.Tensor | None]] = {}
         self._finishing: list[float] = []
@@ -156,8 +156,8 @@ class _Timer:
         self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
         self._hooks = hooks
         self._seconds = timing.seconds / spec.partitions
-        if stage.graphs is not None:
-            stage.graphs.rehearsing = True
+        if stage.cuda_graphs is not None:
+            stage.cuda_graphs.capture_eagerly = True
         for number, layer in enumerate(self._layers) if hooks else ():
             for weight in layer.parameters() if timing.splits else ():
                 if weight.requires_grad:
@@ -249,14 +249,14 @@ class _Timer:
                 break
 
     def _recordings(self) -> int:
-        return 0 if self._stage.graphs is None else self._stage.graphs.recordings
+        return 0 if self._stage.cuda_graphs is None else self._stage.cuda_graphs.captures
 
     def _one_pass(self) -> Pass:
         """The seconds of each layer, by the clock; the share of them with a core is added to `_core_shares`."""
-        began, core_began = time.perf_counter(), self._clock.core_seconds()
+        began, core_began = time.perf_counter(), self._clock.cpu_seconds()
         seconds = self._timed_pass()
-        core_seconds, elapsed = self._clock.core_seconds() - core_began, time.perf_counter() - began
-        self._core_shares.append(min(1.0, core_seconds / elapsed) if core_seconds else 1.0)
+        cpu_seconds, elapsed = self._clock.cpu_seconds() - core_began, time.perf_counter() - began
+        self._core_shares.append(min(1.0, cpu_seconds / elapsed) if cpu_seconds else 1.0)
         return seconds
 
     def _timed_pass(self) -> Pass:
@@ -285,7 +285,7 @@ class _Timer:
         self._finishing.append(reader(clock.now()) - reader(ended))
         if self._timing.splits:
             self._begin_step(Action(Kind.I, stage.index, 0))
-            stage.forward(0, self._inputs, Retain.GRAPH)
+            stage.forward(0, self._inputs, Retain.ACTIVATIONS)
             columns.append(self._backward_seconds(reader, stage.backward_inputs))
             columns.append(self._weights_seconds(reader))
             stage.finish_step()
@@ -349,7 +349,7 @@ class _Timer:
 def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
     """The median seconds that the device takes for all of `work`, after warm-up. Work that takes longer than half a
     second runs only twice, as a CPU without units for bfloat16 takes seconds for a product."""
-    clock = Recorder({0: device}).clocks[0]
+    clock = StepTimer({0: device}).clocks[0]
     taken = []
     for _ in range(_WARM_UP + _LEAST):
         clock.begin_step()
@@ -374,7 +374,7 @@ def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, group
         return None if device.type == "cpu" else slowest_copies([torch.device(name) for name in spec.layout.devices])
     links = []
     # processes that have neighbouring stages -> the first of two such stages
-    pairs = enumerate(itertools.pairwise(spec.layout.process_of_stage))
+    pairs = enumerate(itertools.pairwise(spec.layout.rank_of_stage))
     for ends, stage in {frozenset(pair): stage for stage, pair in pairs if pair[0] != pair[1]}.items():
         if process in ends:
             seconds = [_message_seconds(spec, process, stage, groups, size) for size in _LINK_BYTES[device.type]]
@@ -402,10 +402,10 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 def _message_seconds(spec: PipelineSpec, process: int, stage: int, groups: ProcessGroups, size: int) -> float:
     """The seconds of a message of `size` bytes from `stage` to the next, in another process: half the median round
     trip."""
-    sender, receiver = spec.layout.process_of_stage[stage : stage + 2]
+    sender, receiver = spec.layout.rank_of_stage[stage : stage + 2]
     device = torch.device(spec.layout.device_of(process))
-    of_edge = groups.links.of_edge
-    forward, backward = of_edge[Kind.F, stage, stage + 1], of_edge[Kind.B, stage + 1, stage]
+    by_edge = groups.links.by_edge
+    forward, backward = by_edge[Kind.F, stage, stage + 1], by_edge[Kind.B, stage + 1, stage]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
     taken = []
     for _ in range(_LINK_ROUNDS):

@@ -106,7 +106,7 @@ class _Check:
                 self._add([variant], "left out", spec)
             else:
                 layout = spec.layout
-                key = (layout.replicas, *(layout.process_of_stage if layout.distributed else ()))
+                key = (layout.replicas, *(layout.rank_of_stage if layout.distributed else ()))
                 groups.setdefault(key, {})[variant] = spec
         self.groups = list(groups.values())
 

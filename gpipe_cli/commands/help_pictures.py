@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from gpipe_cli.reporting.run.lines import align, wrap
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.dependencies import grid
-from gpipe_cli.schedule.held import Held, live
+from gpipe_cli.schedule.in_flight_memory import SavedAmounts, in_flight_counts
 from gpipe_cli.schedule.named_schedules import ORDERS, build
-from gpipe_cli.schedule.schedule import RECOMPUTE, Kind, Schedule
-from gpipe_cli.schedule.simulator import FREE, StageCost, ideal_bubble, simulate
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Kind, Schedule
+from gpipe_cli.schedule.simulator import FREE_TRANSFERS, StageCost, ideal_bubble, simulate
 from gpipe_cli.schedule.timeline import Timeline
 from gpipe_cli.units import percent, plural
 
@@ -40,10 +40,10 @@ def drawn(topic: str, width: int) -> Iterator[str]:
         case "auto":
             yield from _auto(width)
         case "recomputation" | "recompute":
-            for mode in RECOMPUTE:
+            for mode in RECOMPUTE_MODES:
                 yield from _recomputed(mode, width)
         case "alway" | "except last" | "never":  # `help._plain` removes a final s
-            mode = next(mode for mode in RECOMPUTE if mode.startswith(topic.replace(" ", "_")))
+            mode = next(mode for mode in RECOMPUTE_MODES if mode.startswith(topic.replace(" ", "_")))
             yield from _recomputed(mode, width)
 
 
@@ -56,18 +56,20 @@ def _step(name: str, schedule: Schedule, width: int, recompute: str = "never") -
     yield from wrap(f"{', '.join(WORDS[kind] for kind in kinds)}, drawn to equal length", width)
     idle = percent(1 - shares.compute - shares.recompute)
     yield from wrap(f"idle: {idle} of the time, if stages are equal and a backward takes two forwards", width)
-    kept = [max(held.graph + held.input + held.weights for held in live(actions)) for actions in schedule.stages]
+    kept = [
+        max(held.graph + held.input + held.weights for held in in_flight_counts(actions)) for actions in schedule.stages
+    ]
     yield from wrap(f"in flight: at most {_of_stages(kept)}", width)
 
 
 def _auto(width: int) -> Iterator[str]:
-    from gpipe_cli.schedule.search import Problem, find  # numpy comes with it
+    from gpipe_cli.schedule.search import Problem, search_order  # numpy comes with it
 
     problem = Problem(
-        [COST] * STAGES, FREE, (), range(STAGES), MICRO_BATCHES, [Held(1, 0)] * STAGES,
-        room=None, recompute="never", split=True,
+        [COST] * STAGES, FREE_TRANSFERS, (), range(STAGES), MICRO_BATCHES, [SavedAmounts(1, 0)] * STAGES,
+        activation_budget=None, recompute="never", split=True,
     )  # fmt: skip
-    best, tried = find(problem)
+    best, tried = search_order(problem)
     assert best is not None
     yield from _step("auto", best.schedule, width)
     yield f"the best of {len(tried)} orders tried, for equal stages: {best.name}"
@@ -76,7 +78,7 @@ def _auto(width: int) -> Iterator[str]:
 def _recomputed(mode: str, width: int) -> Iterator[str]:
     schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, recompute) for recompute in (mode, "never"))
     yield from _step("gpipe", schedule, width, mode)
-    graphs = [max(held.graph for held in live(actions)) for actions in schedule.stages]
+    graphs = [max(held.graph for held in in_flight_counts(actions)) for actions in schedule.stages]
     yield f"activations kept: of at most {_of_stages(graphs)}"
     if mode != "never":
         times = _simulated(schedule).step_seconds / _simulated(kept).step_seconds

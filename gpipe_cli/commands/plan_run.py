@@ -29,7 +29,7 @@ from gpipe_cli.reporting.plots.timeline_values import view_of_plan
 from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.results.files import write_result
-from gpipe_cli.schedule.schedule_file import csv_of
+from gpipe_cli.schedule.schedule_file import schedule_to_csv
 from gpipe_cli.system.files import write_whole
 
 PICTURE = "timeline.png"
@@ -75,7 +75,7 @@ def plan(
         if file is not None:
             # the file has all micro-batches; the plan may have fewer
             schedule = checked_schedule(made.order, config.micro_batches, made.recompute)
-            write_whole(Path(file), csv_of(schedule, made.layout.row_of_stage))
+            write_whole(Path(file), schedule_to_csv(schedule, made.layout.row_of_stage))
         write_whole(folder / SETTINGS, to_yaml(config))
         about = f"{name} on {config.dataset.name}"
         write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)

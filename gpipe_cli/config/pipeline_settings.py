@@ -10,7 +10,7 @@ from gpipe_cli.config import groups
 from gpipe_cli.config.typed import Within
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.schedule import named_schedules
-from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
+from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SCHEDULES_THAT_SPLIT
 from gpipe_cli.schedule.placement import PLACEMENTS
 from gpipe_cli.schedule.schedule import RecomputeMode
 
@@ -71,7 +71,7 @@ class PipelineSettings:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
-        return not self.compile and (self.schedule in SPLITTING or self.schedule_is_file)
+        return not self.compile and (self.schedule in SCHEDULES_THAT_SPLIT or self.schedule_is_file)
 
     @property
     def schedule_is_file(self) -> bool:
@@ -87,7 +87,7 @@ class PipelineSettings:
         if self.schedule not in SCHEDULES and not self.schedule_is_file:
             allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
             raise InvalidSettingError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
-        if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
+        if self.compile and self.schedule in SCHEDULES_THAT_SPLIT and self.schedule != AUTO_SCHEDULE:
             why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
             raise InvalidSettingError("compile", True, f"{why}; use compile=false or schedule=1f1b")
         if (placement := self.placement) is None:

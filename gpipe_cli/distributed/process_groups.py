@@ -40,7 +40,7 @@ class ProcessGroups:
     def for_cut(
         self,
         process: int,
-        process_of_stage: Sequence[int],
+        rank_of_stage: Sequence[int],
         device: torch.device,
         stages_of_ties: Sequence[Sequence[int]],
         skips: Sequence[tuple[int, int]],
@@ -52,20 +52,20 @@ class ProcessGroups:
         which the first sends a skip to the second.
         """
         timeout = datetime.timedelta(seconds=self.links.timeout_seconds)
-        first_of_replicas = range(0, dist.get_world_size(), 1 + max(process_of_stage))
-        links = {**self.links.of_edge}
+        first_of_replicas = range(0, dist.get_world_size(), 1 + max(rank_of_stage))
+        links = {**self.links.by_edge}
         for first in first_of_replicas:
-            links |= edge_links(process, [first + owner for owner in process_of_stage], sorted(skips), device, timeout)
+            links |= edge_links(process, [first + owner for owner in rank_of_stage], sorted(skips), device, timeout)
         tied: dict[Group, dist.ProcessGroup] = {}
-        for members in sorted({tuple(sorted({process_of_stage[k] for k in stages})) for stages in stages_of_ties}):
+        for members in sorted({tuple(sorted({rank_of_stage[k] for k in stages})) for stages in stages_of_ties}):
             for first in first_of_replicas if len(members) > 1 else ():
                 group = new_group(process, [first + member for member in members], device, timeout, blocks=_LINK_BLOCKS)
                 tied |= {} if group is None else {members: group}
-        return replace(self, links=replace(self.links, of_edge=links), tied=tied)
+        return replace(self, links=replace(self.links, by_edge=links), tied=tied)
 
     def close(self) -> None:
         """Destroy all groups, in which nothing may be in flight."""
-        for link in self.links.of_edge.values():
+        for link in self.links.by_edge.values():
             if isinstance(link, GroupLink):
                 link.close()
         for group in (*self.replicas.values(), *self.tied.values()):
@@ -79,7 +79,7 @@ def is_connected() -> bool:
 
 def connect_processes(
     process: int,
-    process_of_stage: Sequence[int],
+    rank_of_stage: Sequence[int],
     replicas: int,
     devices: Sequence[torch.device],
     rendezvous: str,
@@ -91,11 +91,11 @@ def connect_processes(
     """Connect the processes of the run; this process computes on `devices`, of which only the process of a whole
     pipeline may have several. A run of a single process needs no connection.
 
-    `process_of_stage`: the process of each stage of a pipeline; each of the `replicas` has as many processes. `here`:
+    `rank_of_stage`: the process of each stage of a pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
     If the processes are connected already, as in a program that makes several pipelines, only groups are added.
     """
-    pipeline_processes = 1 + max(process_of_stage)
+    pipeline_processes = 1 + max(rank_of_stage)
     processes = pipeline_processes * replicas
     if processes == 1:
         return ControlGroup(0, 1, waits=waits), None
@@ -114,7 +114,7 @@ def connect_processes(
     assert isinstance(control, dist.ProcessGroup)
     links: dict[Edge, Link] = {}
     for replica in range(replicas):
-        owners = [replica * pipeline_processes + owner for owner in process_of_stage]
+        owners = [replica * pipeline_processes + owner for owner in rank_of_stage]
         neighbours = [(stage, stage + 1) for stage in range(len(owners) - 1)]
         links |= edge_links(process, owners, neighbours, device, timeout)
     awaits = partial(waits, Awaited.PROCESS)
@@ -128,7 +128,7 @@ def connect_processes(
 
 def edge_links(
     process: int,
-    process_of_stage: Sequence[int],
+    rank_of_stage: Sequence[int],
     pairs: Sequence[tuple[int, int]],
     device: torch.device,
     timeout: datetime.timedelta,
@@ -139,7 +139,7 @@ def edge_links(
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}
     for kind, sender, receiver in forward + backward:
-        ends = (process_of_stage[sender], process_of_stage[receiver])
+        ends = (rank_of_stage[sender], rank_of_stage[receiver])
         if ends[0] == ends[1]:
             continue
         group = new_group(process, ends, device, timeout, blocks=_LINK_BLOCKS)

@@ -57,12 +57,12 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         devices = [*map(torch.device, layout.devices_of(job.process))]
         use_device(devices[0])
         control, groups = connect_processes(
-            job.process, layout.process_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, waits,
+            job.process, layout.rank_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, waits,
             here=layout.started is None,
         )  # fmt: skip
         if groups is not None:
             ties, skips = job.spec.stages_of_ties, job.spec.skips
-            groups = groups.for_cut(job.process, layout.process_of_stage, devices[0], ties, skips)
+            groups = groups.for_cut(job.process, layout.rank_of_stage, devices[0], ties, skips)
         control.reason = lambda: Stop.ASKED if activity[STOP] else Stop.NONE
         return control, groups
 

@@ -19,7 +19,7 @@ from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun_env import Torchrun, limit_waits
 from gpipe_cli.errors import InputError, InvalidSettingError, with_type
 from gpipe_cli.models.custom import why_not_sequential
-from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, share_memory
+from gpipe_cli.pipeline.runtime.tied_weights import Tie, share_memory, uses_in
 from gpipe_cli.planner.cut import balanced
 from gpipe_cli.planner.data_sheet import sheet_of_devices
 from gpipe_cli.planner.device_rates import rates_of_sheet
@@ -101,7 +101,7 @@ def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
     if layout.started is not None:
         use_device(devices[0])
     return connect_processes(
-        process, layout.process_of_stage, layout.replicas, devices, start, _TIMEOUT_SECONDS, nullcontext, here=False
+        process, layout.rank_of_stage, layout.replicas, devices, start, _TIMEOUT_SECONDS, nullcontext, here=False
     )
 
 
@@ -111,7 +111,7 @@ def move(module: nn.Sequential, devices: Mapping[str, torch.device], ties: Seque
     share_memory(module, ties)
     for name, layer in module.named_children():
         layer.to(devices[name])
-    for uses in (here(tie, module) for tie in ties):
+    for uses in (uses_in(tie, module) for tie in ties):
         first_on_device: dict[torch.device, nn.Parameter] = {}
         for names in uses:  # the move has separated parameters that shared memory
             parameter = module.get_parameter(names[0])

@@ -49,9 +49,9 @@ from gpipe_cli.pipeline.runtime.boundary import (
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.frozen import keep_in_evaluation
 from gpipe_cli.pipeline.runtime.layer_call import shapes_of
-from gpipe_cli.pipeline.runtime.randomness import keeping_generators
+from gpipe_cli.pipeline.runtime.randomness import restoring_rng_state
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 from gpipe_cli.pipeline.runtime.stage import Objective
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 from gpipe_cli.planner.model_profile import TracedModel
@@ -174,13 +174,13 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._module = copied(whole, lambda tensor: tensor)  # the layers of this process
         modes = whole.named_modules(remove_duplicate=False)
         self._keep_in_evaluation(name for name, module in modes if name and not module.training)
-        self._computed_in = COMPUTED_IN[precision]  # the type of products, also where the program sets autocast
+        self._autocast_dtype = COMPUTED_IN[precision]  # the type of products, also where the program sets autocast
         self._traced: dict[tuple[Boundary, torch.dtype | None, frozenset[str]], TracedModel] = {}
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
         self._shapes: dict[int, Boundary] = {}  # of the inputs of all replicas so far, by what stands for them
         self._takes_single_samples = False  # set once a run has shown that every layer does
-        # shapes of inputs, sizes, `_computed_in` and `_in_evaluation`
+        # shapes of inputs, sizes, `_autocast_dtype` and `_in_evaluation`
         self._compiled = set[tuple[Boundary, int, torch.dtype | None, frozenset[str]]]()
         self._replicas_agree = False  # set once the buffers of replicas have been compared after a step
         inputs = None if example is None else _checked("example", example)
@@ -224,9 +224,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         if inputs is not None and any(tensor.requires_grad for tensor in _checked("inputs", inputs)):
             raise InputError("inputs: require a gradient, which a pipeline does not compute; give inputs.detach()")
         devices = map(torch.device, self._layout.devices_of(self._control.rank))
-        with keeping_generators(devices), self._own_autocast():
+        with restoring_rng_state(devices), self._own_autocast():
             part, traced, mini_batch = self._begin(inputs)
-            part.compute_in(self._computed_in)
+            part.set_autocast_dtype(self._autocast_dtype)
             sizes = mini_batch.sizes
             if sizes[-1] == 1:
                 self._check_single_samples(sum(sizes))
@@ -256,7 +256,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._require(training=False)
         with self._own_autocast():
             part, traced, mini_batch = self._begin(inputs)
-            part.compute_in(self._computed_in)
+            part.set_autocast_dtype(self._autocast_dtype)
             objective = _Outputs() if part.has_last else None
             self._run(part, forward_only(self._arguments.partitions, len(mini_batch.sizes)), mini_batch, objective)
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
@@ -307,7 +307,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         layers have is a single parameter on each device that needs it, and has the same gradient on all of them."""
         storages = set[int]()
         for name, parameter in self._module.named_parameters():
-            if (storage := storage_of(parameter)) not in storages:
+            if (storage := storage_id(parameter)) not in storages:
                 storages.add(storage)
                 yield name, parameter
 
@@ -365,7 +365,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         if self._closed:
             return
         if self._part is not None:
-            self._part.executor.settle()
+            self._part.executor.drain_sends()
             for stage in self._part.stages.values():
                 wait_for_device(stage.device)
         self._control.close()
@@ -389,7 +389,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             return f"{whole}; the first step cuts it"
         lines = [whole]
         for k, names in enumerate(self._spec.layer_names):
-            where = self._layout.devices[k] if k in self._here else f"in process {self._layout.process_of_stage[k]}"
+            where = self._layout.devices[k] if k in self._here else f"in process {self._layout.rank_of_stage[k]}"
             ends = " ... ".join(dict.fromkeys((names[0], names[-1])))
             parameters = _parameters(layers[name] for name in names)
             lines.append(f"  stage {k}  {where}  {plural(len(names), 'layer')}: {ends}  {parameters}")
@@ -407,11 +407,13 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     def _trace(self, inputs: Boundary) -> TracedModel:
         """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError as `trace_layers`."""
-        key = inputs, self._computed_in, self._in_evaluation
+        key = inputs, self._autocast_dtype, self._in_evaluation
         if key not in self._traced:
             # within a process, the types between layers need not be known
-            computed_in = self._computed_in if self._layout.distributed else COMPUTED_IN[self._arguments.precision]
-            trace = partial(trace_layers, self._model, inputs, computed_in=computed_in, device=self._device_type)
+            autocast_dtype = (
+                self._autocast_dtype if self._layout.distributed else COMPUTED_IN[self._arguments.precision]
+            )
+            trace = partial(trace_layers, self._model, inputs, autocast_dtype=autocast_dtype, device=self._device_type)
             with without_modes():
                 costs, evaluation = (trace(training=mode) for mode in (True, False))
             shared = (*self._shared, *find_read(costs, evaluation))
@@ -509,12 +511,12 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         kind = self._device_type
         enabled = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if enabled else None
-        self._computed_in = COMPUTED_IN[self._arguments.precision] or dtype
+        self._autocast_dtype = COMPUTED_IN[self._arguments.precision] or dtype
         with torch.autocast(kind, enabled=False) if enabled else nullcontext():
             yield
 
     def _compile(self, part: PipelinePart, mini_batch: "_MiniBatch") -> None:
-        how = self._computed_in, self._in_evaluation
+        how = self._autocast_dtype, self._in_evaluation
         needed = {(mini_batch.shapes, size, *how) for size in mini_batch.sizes}
         part.compile(mini_batch.shapes, sorted(size for _, size, *_ in needed - self._compiled))
         self._compiled |= needed
@@ -523,7 +525,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         process = self._control.rank
         if self._groups is not None:
             device = torch.device(self._layout.device_of(process))
-            of_stage, ties = self._layout.process_of_stage, spec.stages_of_ties
+            of_stage, ties = self._layout.rank_of_stage, spec.stages_of_ties
             self._groups = self._groups.for_cut(process, of_stage, device, ties, spec.skips)
         stages = {
             k: build_stage(spec, k, _named(self._module, spec.layer_names[k]), self._arguments.seed) for k in self._here
@@ -561,7 +563,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         for parameter in summed:
             parameter.grad = None
         try:
-            recording = part.executor.run(
+            timings = part.executor.run(
                 schedule, self.steps, mini_batch.sizes, mini_batch.inputs, objective,
                 first_micro_batch=mini_batch.first_micro_batch, replicas=replicas,
             )  # fmt: skip
@@ -573,7 +575,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             raise
         if not schedule.trains:
             return
-        part.sum_gradients(recording)
+        part.sum_gradients(timings)
         if replicas is not None and not self._replicas_agree:
             self._replicas_agree = True
             remedy = "a layer changes it by the samples of its own replica; use replicas=1"
@@ -588,7 +590,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         if self._control.size > 1:
             number = [0.0, 0.0] if value is None else [value.item(), _TYPES.index(value.dtype)]
             every = self._control.gather(torch.tensor(number, dtype=torch.float64))()
-            of_last = every[self._layout.process_of_stage[-1] :: self._layout.of_pipeline]
+            of_last = every[self._layout.rank_of_stage[-1] :: self._layout.of_pipeline]
             value = sum(loss.to(_TYPES[int(dtype)]) for loss, dtype in of_last)
         assert value is not None
         return value

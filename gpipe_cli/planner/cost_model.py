@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, replace
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError, show
-from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
+from gpipe_cli.pipeline.profile.layer_cost import OperationCounts, OperationKind, Operations
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, resolved
 from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
@@ -150,11 +150,15 @@ def _by_rates(
     layers, updates = [], []
     for cost, weights in zip(profile.costs, profile.weights, strict=True):
         forward = rates.seconds(cost.forward, samples)
-        works = (cost.backward,) if cost.halves is None else (cost.backward, cost.halves.inputs, cost.halves.weights)
+        works = (
+            (cost.backward,)
+            if cost.split_backward is None
+            else (cost.backward, cost.split_backward.inputs, cost.split_backward.weights)
+        )
         layers.append(LayerSeconds(forward, forward, *(rates.seconds(work, samples) for work in works)))
         # weights, gradients and state are read, weights and state written
         moved_bytes = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
-        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved_bytes)})
+        update = OperationCounts({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved_bytes)})
         updates.append(rates.seconds(update, 1) if weights.gradient_bytes else 0.0)
     return tuple(layers), tuple(updates)
 

@@ -18,7 +18,7 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples, schedule_of_file
 from gpipe_cli.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, order
 from gpipe_cli.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
-from gpipe_cli.schedule.schedule import Schedule, recomputes
+from gpipe_cli.schedule.schedule import Schedule, is_recomputing_mode
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layou
     else:  # auto: 1f1b until there are costs
         name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
         schedule = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
-    work = work_of(costs, again=recomputes(config.recompute))
+    work = work_of(costs, again=is_recomputing_mode(config.recompute))
     sends = sends_of(costs)
     balance = config.partition.balance
     if balance is None and config.partition.method == "lingvo":

@@ -12,7 +12,7 @@ from typing import Literal
 
 from gpipe_cli.config.groups import HardwareConfig, Precision
 from gpipe_cli.config.settings import load_hardware
-from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Work
+from gpipe_cli.pipeline.profile.layer_cost import OperationCounts, OperationKind
 
 # The share of the tensor cores' peak (TF32, 16 bits) that convolutions reach, as their matrices are gathered from
 # overlapping windows and only as wide as the channels. From ResNet-50 on A100 and V100 in the recipe `published`.
@@ -41,7 +41,7 @@ class DeviceRates:
     link_byte_seconds: float
     launch: float = 0.0  # the host's seconds per operation while the device computes; 0: the host is never behind
 
-    def seconds(self, work: Work, samples: float) -> float:
+    def seconds(self, work: OperationCounts, samples: float) -> float:
         """The seconds of ``work`` for a micro-batch of ``samples``."""
         beginning = working = launching = 0.0
         for kind, operations in work.by_kind.items():

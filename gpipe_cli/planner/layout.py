@@ -63,7 +63,7 @@ class Layout:
     machine; every pipeline distributes its stages over its P processes in the same way."""
 
     replica_devices: tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage: `cpu`, `cuda:0`
-    process_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
+    rank_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
     threads: int  # threads of each process; by default its share of the cores
     at_once: int  # how many devices of all pipelines can compute at once, as CPU processes share cores
@@ -87,7 +87,7 @@ class Layout:
         is a device of its own."""
         if not self.here:
             return self.row_of_stage
-        places = list(zip(self.process_of_stage, self.devices, strict=True))
+        places = list(zip(self.rank_of_stage, self.devices, strict=True))
         numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
         return tuple(numbers[place] for place in places)
 
@@ -104,7 +104,7 @@ class Layout:
     @cached_property
     def of_pipeline(self) -> int:
         """P, the number of processes of each pipeline."""
-        return 1 + max(self.process_of_stage)
+        return 1 + max(self.rank_of_stage)
 
     @property
     def processes(self) -> int:
@@ -122,7 +122,7 @@ class Layout:
         if self.started is None:
             return self.replicas
         first_rank = self.started.rank - self.started.local_rank
-        ranks = (self.of_pipeline * replica + self.process_of_stage[0] for replica in range(self.replicas))
+        ranks = (self.of_pipeline * replica + self.rank_of_stage[0] for replica in range(self.replicas))
         return sum(first_rank <= rank < first_rank + self.started.here for rank in ranks)
 
     @property
@@ -166,7 +166,7 @@ class Layout:
 
     def stages_of(self, process: int) -> tuple[int, ...]:
         """The stages of a process, given by its rank in the run or its number in the pipeline."""
-        return tuple(stage for stage, owner in enumerate(self.process_of_stage) if owner == process % self.of_pipeline)
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == process % self.of_pipeline)
 
 
 def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
@@ -193,17 +193,17 @@ def place_stages(
         processes = _own_processes(settings, 1 + max(rows), gpus)
     else:
         processes = _torchruns_processes(settings, 1 + max(rows), started)
-    process_of_stage = (0,) * partitions
+    rank_of_stage = (0,) * partitions
     if processes > 1:
-        process_of_stage = rows = rows if processes == 1 + max(rows) else _rows(settings, processes)
+        rank_of_stage = rows = rows if processes == 1 + max(rows) else _rows(settings, processes)
     if gpus == 0:
         devices = (("cpu",) * partitions,) * replicas
     elif processes == 1 and started is None and gpus >= replicas:
         rows, devices = _gpus_of_one_process(settings, rows, gpus // replicas)
     else:
-        devices = _gpu_of_each_process(settings, process_of_stage, gpus, started)
+        devices = _gpu_of_each_process(settings, rank_of_stage, gpus, started)
     threads = threads or own_threads(processes * replicas)
-    layout = Layout(devices, process_of_stage, rows, threads, 0, here, started)
+    layout = Layout(devices, rank_of_stage, rows, threads, 0, here, started)
     at_once = (1 + max(layout.device_of_stage)) * replicas
     if layout.shares_cores and layout.processes > 1:
         at_once = min(at_once, max(1, usable_cores() // threads))
@@ -238,7 +238,7 @@ def nccl_bytes(layout: Layout) -> int:
     """The bytes that NCCL's buffers take of a GPU of this machine, in the process with the most neighbours."""
     if layout.on_cpu:
         return 0
-    ends = [process for pair in pairwise(layout.process_of_stage) if len(set(pair)) == 2 for process in pair]
+    ends = [process for pair in pairwise(layout.rank_of_stage) if len(set(pair)) == 2 for process in pair]
     return max(map(ends.count, ends), default=0) * _BOUNDARY_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
 
 
@@ -247,7 +247,7 @@ def _stages_of_a_device(layout: Layout) -> int:
     if layout.started is None:
         stage_devices = [device for devices in layout.replica_devices for device in devices]
         return max(map(stage_devices.count, stage_devices))
-    per_process = max(map(layout.process_of_stage.count, layout.process_of_stage))
+    per_process = max(map(layout.rank_of_stage.count, layout.rank_of_stage))
     return per_process * (layout.started.here if layout.on_cpu else 1)
 
 
@@ -363,11 +363,11 @@ def _gpus_of_one_process(
 
 
 def _gpu_of_each_process(
-    settings: PipelineSettings, process_of_stage: Sequence[int], gpus: int, started: Torchrun | None
+    settings: PipelineSettings, rank_of_stage: Sequence[int], gpus: int, started: Torchrun | None
 ) -> _Devices:
     """The devices of each stage, if every process has a GPU of its own. Raises InputError if there are too few."""
     partitions, replicas = settings.partitions, settings.replicas
-    processes = 1 + max(process_of_stage)
+    processes = 1 + max(rank_of_stage)
     processes_here = processes * replicas if started is None else started.here
     # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
     own_gpu_only = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
@@ -386,4 +386,4 @@ def _gpu_of_each_process(
     def device(process: int) -> str:
         return f"{TYPE}:{0 if own_gpu_only else local_ranks.get(process, process % processes_here)}"
 
-    return tuple(tuple(device(processes * r + owner) for owner in process_of_stage) for r in range(replicas))
+    return tuple(tuple(device(processes * r + owner) for owner in rank_of_stage) for r in range(replicas))

@@ -18,8 +18,8 @@ from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE
 from gpipe_cli.schedule.placement import stages_of_devices
 from gpipe_cli.schedule.recomputation import DoesNotFitError
-from gpipe_cli.schedule.schedule import Kind, Recompute, Schedule
-from gpipe_cli.schedule.search import Problem, find
+from gpipe_cli.schedule.schedule import Kind, RecomputePlan, Schedule
+from gpipe_cli.schedule.search import Problem, search_order
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
 
 SHORTEST = "the shortest predicted step that fits"
@@ -75,14 +75,14 @@ def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
     try:
         cut = best_cut(config, profile, costs, layout)
         if config.schedule == AUTO_SCHEDULE:
-            return find(_problem(cut))[0] is not None
+            return search_order(_problem(cut))[0] is not None
         _held(cut, _recompute(cut))
     except InputError:
         return False
     return True
 
 
-def _recompute(cut: Cut) -> Recompute:
+def _recompute(cut: Cut) -> RecomputePlan:
     """What the settings say or, for `auto`, none if that fits, and as little as fits each stage's share of its device's
     memory; `except_last` if nothing fits."""
     if cut.config.recompute != "auto":
@@ -93,12 +93,12 @@ def _recompute(cut: Cut) -> Recompute:
             return "never"
     try:
         order = cut.order.first(cut.micro_batches)
-        return cut.memory_model.fewest_recomputations(order, cut.bounds, cut.layout.limit_bytes)
+        return cut.memory_model.find_fewest_recomputations(order, cut.bounds, cut.layout.limit_bytes)
     except DoesNotFitError:
         return "except_last"
 
 
-def _held(cut: Cut, recompute: Recompute) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
+def _held(cut: Cut, recompute: RecomputePlan) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
     """The memory of each stage, and the peak bytes of each device. Raises TooLargeError if a device exceeds the limits
     of its stages together."""
     schedule = unchecked_schedule(cut.order, cut.micro_batches, recompute)
@@ -118,7 +118,7 @@ def _held(cut: Cut, recompute: Recompute) -> tuple[tuple[StageMemory, ...], tupl
 
 def _fastest_order(cut: Cut) -> Plan | None:
     """The plan with the fastest order, found by search or named; None if no order fits."""
-    best, tried = find(_problem(cut))
+    best, tried = search_order(_problem(cut))
     if best is None:
         return None
 
@@ -129,7 +129,7 @@ def _fastest_order(cut: Cut) -> Plan | None:
     compared = {
         result.name: candidate(result.name, result.schedule, result.fits)
         for result in tried
-        if result is best or result.named or result in tried[:_SHOWN]
+        if result is best or result.is_named or result in tried[:_SHOWN]
     }
     chosen = compared[best.name]
     choice = Choice("schedule", SHORTEST, tuple(compared.values()), chosen)
@@ -140,20 +140,20 @@ def _problem(cut: Cut) -> Problem:
     """What an order is made for."""
     config, layout = cut.config, cut.layout
     stages = _stages(cut)
-    room, stage_room = None, list[int]()
+    budgets, stage_budgets = None, list[int]()
     if layout.limit_bytes is not None:
-        room = cut.memory_model.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
+        budgets = cut.memory_model.activation_budget(cut.bounds, layout.limit_bytes, layout.device_of_stage)
         if cut.memory_model.replays:
-            stage_room = cut.memory_model.room(cut.bounds, layout.limit_bytes)
+            stage_budgets = cut.memory_model.activation_budget(cut.bounds, layout.limit_bytes)
     split = config.splits_backward and any(stage.weights_seconds for stage in stages)
     # all M: a mini-batch of text may have more micro-batches than the planned one of the longest sentences
     return Problem(
         stages, _edges(cut), cut.costs.slowdown, cut.device_of_stage, config.micro_batches,
-        cut.memory_model.largest(cut.bounds), room, config.recompute, split, _ties(cut), stage_room,
+        cut.memory_model.largest(cut.bounds), budgets, config.recompute, split, _ties(cut), stage_budgets,
     )  # fmt: skip
 
 
-def _simulated(cut: Cut, recompute: Recompute) -> Plan:
+def _simulated(cut: Cut, recompute: RecomputePlan) -> Plan:
     """The plan of a step with these actions. Raises TooLargeError if a device exceeds the limit."""
     device_of_stage = cut.device_of_stage
     held, device_bytes = _held(cut, recompute)

@@ -26,7 +26,7 @@ from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import ALIGNED_BYTES, Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
-from gpipe_cli.pipeline.runtime.tied_weights import Tie, find_ties, other_names
+from gpipe_cli.pipeline.runtime.tied_weights import Tie, canonical_names, find_ties
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.shared_layers import Shared, find_read, find_shared
 from gpipe_cli.system.accelerator import TYPE
@@ -90,7 +90,7 @@ class ModelProfile(TracedModel):
     @property
     def splits(self) -> bool:
         """Whether the two halves of backwards were traced, too."""
-        return any(cost.halves is not None for cost in self.costs)
+        return any(cost.split_backward is not None for cost in self.costs)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     kinds = layer_kinds(model)
     trace = partial(
         trace_layers, model, inputs, lengths=lengths, memory_format=memory_format, kinds=kinds,
-        computed_in=build.COMPUTED_IN[config.precision], device=TYPE if on_gpu else "cpu",
+        autocast_dtype=build.COMPUTED_IN[config.precision], device=TYPE if on_gpu else "cpu",
         fuses=partial(gpu_fuses, deterministic=config.deterministic) if on_gpu else cpu_fuses,
     )  # fmt: skip
     evaluation = trace(training=False)
@@ -151,7 +151,7 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     for sharing in find_read(costs, evaluation):
         shared.setdefault((sharing.first, sharing.second), sharing)
     ties = find_ties(model)
-    elsewhere = other_names(ties)
+    elsewhere = canonical_names(ties)
     weights_of = {layer: _layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children()}
     tied = tuple(_tied_weight(config, model, tie) for tie in ties)
     return ModelProfile(

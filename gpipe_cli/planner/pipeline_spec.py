@@ -22,7 +22,7 @@ from gpipe_cli.planner.make_plan import plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import checked_schedule
-from gpipe_cli.schedule.schedule import Recompute, Schedule
+from gpipe_cli.schedule.schedule import RecomputePlan, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class PipelineCut:
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     order: Schedule  # the actions of a training step with all M micro-batches
-    recompute: Recompute  # micro-batches to recompute, unless `order` has recomputations of its own
+    recompute: RecomputePlan  # micro-batches to recompute, unless `order` has recomputations of its own
     layout: Layout
     memory_format: str = "contiguous"
     precision: str = "float32"

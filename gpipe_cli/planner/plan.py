@@ -26,8 +26,8 @@ from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import mini_batch_samples, unchecked_schedule
 from gpipe_cli.schedule.breakdown import Breakdown
 from gpipe_cli.schedule.dependencies import grid
-from gpipe_cli.schedule.placement import name_of
-from gpipe_cli.schedule.schedule import Recompute, Schedule
+from gpipe_cli.schedule.placement import placement_name
+from gpipe_cli.schedule.schedule import RecomputePlan, Schedule
 from gpipe_cli.schedule.simulator import StageCost, ideal_bubble
 from gpipe_cli.schedule.timeline import Timeline
 
@@ -111,7 +111,7 @@ class PlannedHardware:
 class Plan(Cut):
     """A planned step: a cut with what is recomputed, simulated."""
 
-    recompute: Recompute
+    recompute: RecomputePlan
     stage_costs: tuple[StageCost, ...]
     schedule: Schedule  # the actions of a step, with recomputation
     recomputed: tuple[int, ...]  # number of recomputed micro-batches
@@ -248,10 +248,10 @@ class Plan(Cut):
     def stages(self) -> tuple[PlannedStage, ...]:
         sent = {(route.sender, route.receiver): self._bytes(route.tensors) for route in self._routes}
         # on another machine, each device has one process, whatever this machine would use
-        process_of_stage = self.layout.process_of_stage if self.layout.here else self.device_of_stage
+        rank_of_stage = self.layout.rank_of_stage if self.layout.here else self.device_of_stage
         return tuple(
             PlannedStage(
-                process=process_of_stage[k],
+                process=rank_of_stage[k],
                 layers=tuple(cost.name for cost in self.profile.costs[first:end]),
                 parameters=sum(weights.parameters for weights in self.profile.weights[first:end]),
                 forward_flops=round(self._forward_flops(first, end) * self.samples),
@@ -346,7 +346,7 @@ class Plan(Cut):
             "files": self.files,
             "skips": list(map(asdict, self.skips)),
             "ties": list(map(asdict, self.ties)),
-            "placement": name_of(self.device_of_stage),  # `looped`; None: one without a name
+            "placement": placement_name(self.device_of_stage),  # `looped`; None: one without a name
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
         }

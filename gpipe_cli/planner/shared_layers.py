@@ -16,7 +16,7 @@ from torch import nn
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
-from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[str, object]]:
 def _check_separate_memory(model: nn.Sequential, setting: str) -> None:
     parameters: dict[tuple[int, int], str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        place = storage_of(tensor), int(tensor.storage_offset())
+        place = storage_id(tensor), int(tensor.storage_offset())
         first = parameters.get(place, name)
         if isinstance(tensor, nn.Parameter):
             parameters[place] = first
@@ -78,7 +78,7 @@ def find_read(*traced: Sequence[LayerCost]) -> Iterator[Shared]:
     for costs in traced:
         numbers = {cost.name: number for number, cost in enumerate(costs)}
         for reader, cost in enumerate(costs):
-            for name in cost.foreign:
+            for name in cost.cross_layer_tensors:
                 first, second = sorted((reader, numbers[name.partition(".")[0]]))
                 yield Shared(first, second, _text(costs[first].name, costs[second].name, name))
 

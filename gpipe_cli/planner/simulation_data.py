@@ -19,9 +19,9 @@ from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.shared_layers import keeping_together
 from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
-from gpipe_cli.schedule.held import Held
+from gpipe_cli.schedule.in_flight_memory import SavedAmounts
 from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
-from gpipe_cli.schedule.placement import PLACEMENTS, name_of, place
+from gpipe_cli.schedule.placement import PLACEMENTS, place, placement_name
 from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.schedule.simulator import EdgeCost
 from gpipe_cli.system.machine import usable_cores
@@ -125,7 +125,7 @@ def _placement(plan: Plan) -> str:
     if named in PLACEMENTS and place(named, len(device_of_stage), len(set(device_of_stage))) == device_of_stage:
         return named
     consecutive = list(device_of_stage) == sorted(device_of_stage)
-    return name_of(device_of_stage) or (PLACEMENTS[0] if consecutive else "as planned")
+    return placement_name(device_of_stage) or (PLACEMENTS[0] if consecutive else "as planned")
 
 
 def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict
     held between them as before."""
     single, double = (model.kept(spans) for model in memory)
     held = [
-        {way: _linear(*values) for way, *values in zip(Held._fields, *sizes, strict=True)}
+        {way: _linear(*values) for way, *values in zip(SavedAmounts._fields, *sizes, strict=True)}
         for sizes in zip(single, double, strict=True)
     ]
     return held if plan.profile.splits else [{**ways, "weights": ways["graph"]} for ways in held]

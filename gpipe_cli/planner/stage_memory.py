@@ -24,10 +24,17 @@ from gpipe_cli.pipeline.runtime.routes import routes
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs
 from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile, TiedWeight
 from gpipe_cli.planner.step_schedule import unchecked_schedule
-from gpipe_cli.schedule.held import Held, Waiting, live, peak_bytes, peak_waiting, peaks_of_devices
+from gpipe_cli.schedule.in_flight_memory import (
+    SavedAmounts,
+    SkipBytes,
+    in_flight_counts,
+    peak_bytes,
+    peak_skip_bytes,
+    peaks_of_devices,
+)
 from gpipe_cli.schedule.placement import stages_of_devices
-from gpipe_cli.schedule.recomputation import fewest_recomputations
-from gpipe_cli.schedule.schedule import Action, Recompute, Schedule
+from gpipe_cli.schedule.recomputation import find_fewest_recomputations
+from gpipe_cli.schedule.schedule import Action, RecomputePlan, Schedule
 
 Whole = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
@@ -113,7 +120,7 @@ class MemoryModel:
         self, schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int] = ()
     ) -> tuple[StageMemory, ...]:
         """The memory of each stage at its fullest moment."""
-        waiting = peak_waiting(schedule, self._skips(bounds), device_of_stage)
+        waiting = peak_skip_bytes(schedule, self._skips(bounds), device_of_stage)
         return self.holding(bounds, peak_bytes(schedule, self._held(bounds)), waiting)
 
     def holding(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
@@ -151,7 +158,7 @@ class MemoryModel:
             for most, stages in zip(together, of_devices, strict=True)
         )
 
-    def _skips(self, bounds: Bounds) -> Waiting:
+    def _skips(self, bounds: Bounds) -> SkipBytes:
         """The bytes of skips between stages that are no neighbours."""
         profile = self._profile
         crossing = [profile.costs[end - 1].outputs for _, end in bounds[:-1]]
@@ -172,23 +179,24 @@ class MemoryModel:
         of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
         return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
-    def _held(self, bounds: Bounds) -> list[list[Held]]:
+    def _held(self, bounds: Bounds) -> list[list[SavedAmounts]]:
         """For each stage, the bytes of each micro-batch in each way to hold it."""
         if self.replays:
             return [[held] * len(self._sizes) for held in self.largest(bounds)]
         of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
         return [[held[n] for n in self._sizes] for held in of_stages]
 
-    def largest(self, bounds: Bounds) -> list[Held]:
+    def largest(self, bounds: Bounds) -> list[SavedAmounts]:
         """For each stage, the bytes of the largest micro-batch in each way to hold it."""
-        return [Held(*self._largest(*span).tolist()) for span in bounds]
+        return [SavedAmounts(*self._largest(*span).tolist()) for span in bounds]
 
-    def kept(self, bounds: Bounds) -> list[Held]:
+    def kept(self, bounds: Bounds) -> list[SavedAmounts]:
         """For each stage, the bytes that autograd keeps of the largest micro-batch in each way to hold it."""
         return [self._of_size[self._sizes[0]].held(*span) for span in bounds]
 
     def _largest(self, first: Layers, end: Layers) -> Whole:
-        """The bytes of the largest micro-batch in each of the ways of `Held`, (4,); (4, n) for n stages at once."""
+        """The bytes of the largest micro-batch in each of the ways of `SavedAmounts`, (4,); (4, n) for n stages at
+        once."""
         held = self._of_size[self._sizes[0]].of_stages(first, end)
         if not self.replays:
             return held
@@ -217,7 +225,7 @@ class MemoryModel:
         sizes = [(tensor.bytes(samples, lengths), tensor.has_gradient) for tensor in tensors]
         return sum(size for size, _ in sizes), sum(size for size, has_gradient in sizes if has_gradient)
 
-    def room(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
+    def activation_budget(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
         """The bytes that the limit, which is per stage, leaves for activations: of each stage or, with a device for
         each stage, of all stages of each device together."""
         stored = [int(self._stored_by(first, end)) for first, end in bounds]
@@ -232,11 +240,11 @@ class MemoryModel:
         stored = self._stored[end] - self._stored[first] + _tied(self._profile.tied, first, end).total
         return np.asarray(stored + self._static(first, end))
 
-    def fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> Recompute:
+    def find_fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> RecomputePlan:
         """The fewest recomputations that fit; none without a limit. Raises DoesNotFitError if no number fits."""
         if limit_bytes is None:
             return "never"
-        return fewest_recomputations(order, self.largest(bounds), self.room(bounds, limit_bytes))
+        return find_fewest_recomputations(order, self.largest(bounds), self.activation_budget(bounds, limit_bytes))
 
     def furthest(self, order: Schedule, limit_bytes: int | None) -> list[list[int]] | None:
         """For each stage and each first layer, the furthest end (exclusive) within the limit, if all micro-batches were
@@ -249,7 +257,7 @@ class MemoryModel:
         workspace = _Maxima(self.workspace)
 
         def row(actions: Sequence[Action]) -> list[int]:
-            fullest = np.array(_fullest(list(live(actions))))
+            fullest = np.array(_fullest(list(in_flight_counts(actions))))
             firsts = np.arange(len(self.workspace))  # one binary search for all of them
             fits, most = firsts, np.full_like(firsts, len(firsts))  # ends that fit, and the furthest that may fit
             while (fits < most).any():
@@ -283,9 +291,9 @@ class _Maxima:
         return np.asarray(np.maximum(self._table[power, first], self._table[power, end - (1 << power)]))
 
 
-def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:
+def _fullest(moments: Sequence[SavedAmounts]) -> tuple[SavedAmounts, ...]:
     """The moments that can be the peak: those for which no other moment holds as much of everything."""
-    most: list[Held] = []
+    most: list[SavedAmounts] = []
     for moment in sorted(set(moments), reverse=True):
         if not any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in most):
             most.append(moment)

@@ -7,7 +7,7 @@ from gpipe_cli.config.pipeline_settings import PipelineSettings
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.schedule.dependencies import ScheduleError, check
-from gpipe_cli.schedule.schedule import Recompute, Schedule, with_recomputation
+from gpipe_cli.schedule.schedule import RecomputePlan, Schedule, with_recomputation
 from gpipe_cli.schedule.schedule_file import read_placement, read_schedule
 
 
@@ -58,14 +58,14 @@ def placement_of_file(settings: PipelineSettings) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)  # they can be large
-def unchecked_schedule(order: Schedule, micro_batches: int, recompute: Recompute) -> Schedule:
+def unchecked_schedule(order: Schedule, micro_batches: int, recompute: RecomputePlan) -> Schedule:
     """The schedule of a step of `micro_batches`, of which a short last mini-batch may have fewer than M. It need not be
     checked to know what a stage holds, which follows from the stage's own actions."""
     return with_recomputation(order.first(micro_batches), recompute)
 
 
 @lru_cache(maxsize=16)
-def checked_schedule(order: Schedule, micro_batches: int, recompute: Recompute) -> Schedule:
+def checked_schedule(order: Schedule, micro_batches: int, recompute: RecomputePlan) -> Schedule:
     """`unchecked_schedule`, checked. Raises ScheduleError if it cannot be performed."""
     schedule = unchecked_schedule(order, micro_batches, recompute)
     check(schedule)

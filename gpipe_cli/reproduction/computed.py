@@ -20,7 +20,7 @@ from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors, te
 from gpipe_cli.reproduction.published import published
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner
 from gpipe_cli.results.measures import MEASURES, TRAIN_LOSS
-from gpipe_cli.schedule.dependencies import linearize
+from gpipe_cli.schedule.dependencies import topological_order
 from gpipe_cli.schedule.named_schedules import ORDERS, order
 from gpipe_cli.schedule.placement import place
 from gpipe_cli.schedule.schedule import Kind, Schedule
@@ -193,7 +193,7 @@ def _graphs(row: Row, micro_batches: int) -> float:
     actions, device_of_stage = _placed(row, micro_batches)
     held = Counter[int]()
     most = 0
-    for action in linearize(actions, device_of_stage):
+    for action in topological_order(actions, device_of_stage):
         device = device_of_stage[action.stage]
         held[device] += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
         most = max(most, held[device])

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.schedule.schedule import SENDS_GRADIENT, Action, Kind, Retain, Schedule, with_saved_state
 
 
 class ScheduleError(InputError):
@@ -24,7 +24,7 @@ class ScheduleError(InputError):
         return f"schedule: {self.what}\n{self.drawn}".rstrip("\n")
 
 
-def linearize(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[Action, ...]:
+def topological_order(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[Action, ...]:
     """The actions of a checked schedule in an order in which a process can perform them, by a unit clock.
 
     With a device for each stage: `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ... Actions of the same tick do not depend on each
@@ -35,7 +35,7 @@ def linearize(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[
     """
     ticks, stuck = _clock(schedule, device_of_stage)
     if stuck:
-        raise _deadlock(schedule, stuck)
+        raise _deadlock_error(schedule, stuck)
     order: list[Action] = []
     for tick in ticks:
         # within a tick forwards come first, and senders before their receivers: receives are posted in this order
@@ -62,7 +62,7 @@ def _clock(
                 needed = schedule.source(action)
                 if needed is None or needed in ended:
                     device = device_of_stage[action.stage] if device_of_stage else row
-                    heappush(ready[device], (*_sooner(action), action, row))
+                    heappush(ready[device], (*_priority(action), action, row))
                 else:
                     waiting[needed].append(row)
         tick = [heappop(actions)[2:] for actions in ready.values() if actions]
@@ -74,27 +74,29 @@ def _clock(
     return ticks, {row[0]: schedule.source(row[0]) for row in remaining if row}
 
 
-def _sooner(action: Action) -> tuple[int, int]:
+def _priority(action: Action) -> tuple[int, int]:
     """The sort key of a device's ready actions: backwards first and W last; among actions of the same kind, first
     the action closest to leaving the device's stages."""
     kinds = (Kind.B, Kind.I, Kind.R, Kind.F, Kind.W)
     return kinds.index(action.kind), -action.stage if action.kind is Kind.F else action.stage
 
 
-def linearize_retained(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
-    """`linearize`, with what the stage of each action retains of the micro-batch after it."""
-    retained = [stage_retained(actions) for actions in schedule.stages]
-    return [next(retained[action.stage]) for action in linearize(schedule, device_of_stage)]  # stages keep their order
+def order_with_saved_state(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
+    """`topological_order`, with what the stage of each action retains of the micro-batch after it."""
+    retained = [with_saved_state(actions) for actions in schedule.stages]
+    return [
+        next(retained[action.stage]) for action in topological_order(schedule, device_of_stage)
+    ]  # stages keep their order
 
 
-def performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
+def in_device_order(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
     """All actions, those of each device in its order, each with what its stage retains afterwards. Raises as
-    `linearize` does, unless every row has a device of its own."""
+    `topological_order` does, unless every row has a device of its own."""
     pairs = {*zip(schedule.row_of_stage, device_of_stage, strict=True)}
     if len(pairs) == len(set(device_of_stage)) == len(schedule):
-        retained = [stage_retained(actions) for actions in schedule.stages]
+        retained = [with_saved_state(actions) for actions in schedule.stages]
         return (next(retained[action.stage]) for row in schedule for action in row)
-    return linearize_retained(schedule, device_of_stage)
+    return order_with_saved_state(schedule, device_of_stage)
 
 
 def check(schedule: Schedule) -> None:
@@ -105,28 +107,28 @@ def check(schedule: Schedule) -> None:
     """
     if not schedule.stages:
         raise ScheduleError("is empty: it needs at least one stage and one forward")
-    homes: dict[int, int] = {}  # the row of each stage
+    row_of_stage: dict[int, int] = {}  # the row of each stage
     for number, row in enumerate(schedule):
         for a in row:
             if a.micro_batch < 0:
-                raise _fault(schedule, f"{a}: micro-batches count from 0", [a])
-            if homes.setdefault(a.stage, number) != number:
-                raise _fault(schedule, f"{a} is in row {number}, and stage {a.stage} in row {homes[a.stage]}; "
+                raise _error(schedule, f"{a}: micro-batches count from 0", [a])
+            if row_of_stage.setdefault(a.stage, number) != number:
+                raise _error(schedule, f"{a} is in row {number}, and stage {a.stage} in row {row_of_stage[a.stage]}; "
                              "put all actions of a stage into one row", [a])  # fmt: skip
     for stage, actions in enumerate(schedule.stages):
         _check_stage(schedule, stage, actions)
     for stage in range(len(schedule.stages) - 1):
         for direction, kinds, sender, receiver in (
             (Kind.F, (Kind.F,), stage, stage + 1),
-            (Kind.B, RETURNS, stage + 1, stage),
+            (Kind.B, SENDS_GRADIENT, stage + 1, stage),
         ):
             sent, received = ([a for a in schedule.stages[k] if a.kind in kinds] for k in (sender, receiver))
             for s, r in zip(sent, received, strict=True):
                 if s.micro_batch != r.micro_batch:
-                    raise _fault(schedule, f"stage {sender} sends after {s} when stage {receiver} receives for {r}; "
+                    raise _error(schedule, f"stage {sender} sends after {s} when stage {receiver} receives for {r}; "
                                  f"give both stages the same order of {direction.value}", [s, r])  # fmt: skip
     if stuck := _clock(schedule)[1]:
-        raise _deadlock(schedule, stuck)
+        raise _deadlock_error(schedule, stuck)
 
 
 # for each kind of action, the kind that must precede it on its stage for the same micro-batch
@@ -138,23 +140,23 @@ def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> N
     for a in actions:
         kind, m = a.kind, a.micro_batch
         if m in seen[kind]:
-            raise _fault(schedule, f"{a} is there twice; remove one", [a])
+            raise _error(schedule, f"{a} is there twice; remove one", [a])
         if m in seen[Kind.B] or (kind is not Kind.W and m in seen[Kind.I]):
             if kind is Kind.R:
-                raise _fault(schedule, f"{a} comes after the backward it is for; put it before", [a])
+                raise _error(schedule, f"{a} comes after the backward it is for; put it before", [a])
             other = Action(Kind.I if m in seen[Kind.I] else Kind.B, stage, m)
-            raise _fault(schedule, f"{a} and {other} are two backwards of one micro-batch; remove one", [a, other])
+            raise _error(schedule, f"{a} and {other} are two backwards of one micro-batch; remove one", [a, other])
         needed = _NEEDS[kind]
         if needed is not None and m not in seen[needed]:
             first = Action(needed, stage, m)
-            raise _fault(schedule, f"{a} comes before {first}, which it needs; put {first} first", [a, first])
+            raise _error(schedule, f"{a} comes before {first}, which it needs; put {first} first", [a, first])
         seen[kind].add(m)
     for kind in (Kind.F, Kind.B, Kind.W) if schedule.trains else (Kind.F,):
         for m in range(schedule.micro_batches):
             done = m in seen[kind] or (kind is Kind.B and m in seen[Kind.I]) or (kind is Kind.W and m in seen[Kind.B])
             if not done:
                 missing = Action(kind, stage, m)
-                raise _fault(schedule, f"{missing} is missing; add it to stage {stage}", [missing])
+                raise _error(schedule, f"{missing} is missing; add it to stage {stage}", [missing])
 
 
 def grid(
@@ -169,9 +171,9 @@ def grid(
     """
     ticks = clock(schedule, device_of_stage)
     marked = set(mark)
-    homes = {a.stage: number for number, row in enumerate(schedule) for a in row}
-    absent = {homes.get(a.stage, a.stage) for a in marked.difference(*schedule)}  # the rows of missing actions
-    several = any(stage != number for stage, number in homes.items())  # rows are devices
+    row_of_stage = {a.stage: number for number, row in enumerate(schedule) for a in row}
+    absent = {row_of_stage.get(a.stage, a.stage) for a in marked.difference(*schedule)}  # the rows of missing actions
+    several = any(stage != number for stage, number in row_of_stage.items())  # rows are devices
     labels, rows = [], []
     for number, actions in enumerate(schedule):
         pointed = number in absent or any(a in marked for a in actions)
@@ -201,12 +203,12 @@ def clock(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[list[
     return ticks_of_rows
 
 
-def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ScheduleError:
+def _deadlock_error(schedule: Schedule, stuck: dict[Action, Action | None]) -> ScheduleError:
     waits = "; ".join(f"{action} waits for {blocker}" for action, blocker in stuck.items())
-    return _fault(schedule, f"deadlock ({waits}); reorder the marked actions", stuck)
+    return _error(schedule, f"deadlock ({waits}); reorder the marked actions", stuck)
 
 
-def _fault(schedule: Schedule, what: str, mark: Collection[Action]) -> ScheduleError:
+def _error(schedule: Schedule, what: str, mark: Collection[Action]) -> ScheduleError:
     blocks = grid(schedule, mark).split("\n\n")
     shown = [block for block in blocks if "!" in block] or blocks[-1:]  # a missing action may belong anywhere
     return ScheduleError(what, "\n\n".join(shown))

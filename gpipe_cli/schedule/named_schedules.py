@@ -14,13 +14,15 @@ from importlib import import_module
 from itertools import chain, pairwise, repeat
 
 from gpipe_cli.schedule.placement import PlacementName, place
-from gpipe_cli.schedule.schedule import Action, Kind, Recompute, Schedule, actions, with_recomputation
+from gpipe_cli.schedule.schedule import Action, Kind, RecomputePlan, Schedule, actions, with_recomputation
 
 Rows = Iterable[list[Action]]
 PlaceActions = Callable[[int, int, int], Rows]  # (K partitions, M micro-batches, P devices) -> rows
 
 
-def build(name: str, partitions: int, micro_batches: int, recompute: Recompute, devices: int | None = None) -> Schedule:
+def build(
+    name: str, partitions: int, micro_batches: int, recompute: RecomputePlan, devices: int | None = None
+) -> Schedule:
     """`order` with recomputation added. Raises what `order` and `with_recomputation` raise."""
     return with_recomputation(order(name, partitions, micro_batches, devices), recompute)
 
@@ -75,12 +77,12 @@ def _gpipe(partitions: int, micro_batches: int, devices: int) -> Rows:
 
 def _1f1b(partitions: int, micro_batches: int, devices: int) -> Rows:
     return (
-        _in_turns(_pass(Kind.F, k, micro_batches), _pass(Kind.B, k, micro_batches), partitions - 1 - k)
+        _alternate(_pass(Kind.F, k, micro_batches), _pass(Kind.B, k, micro_batches), partitions - 1 - k)
         for k in range(partitions)
     )
 
 
-def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
     """`warm_up` forwards, then forwards and backwards in turns, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
@@ -99,8 +101,8 @@ def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
         forwards = [Action(Kind.F, k, m) for group in groups for k in stages for m in group]
         backwards = [Action(Kind.B, k, m) for group in groups for k in reversed(stages) for m in group]
         # ticks until the first gradient can have come back: none on a single device, two for each of P devices
-        ahead = 2 * (devices - 1 - device) if stages_per_device > 1 else devices - 1 - device
-        yield _in_turns(forwards, backwards, ahead + (stages_per_device - 1) * len(groups[0]))
+        first_warm_up = 2 * (devices - 1 - device) if stages_per_device > 1 else devices - 1 - device
+        yield _alternate(forwards, backwards, first_warm_up + (stages_per_device - 1) * len(groups[0]))
 
 
 def _zero_bubble(partitions: int, micro_batches: int, devices: int) -> Rows:
@@ -113,7 +115,7 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
     forwards = _pass(Kind.F, stage, micro_batches)
     backwards = _pass(Kind.I if stage else Kind.B, stage, micro_batches)
     next_w = 0  # the first micro-batch whose W is to come
-    for a in _in_turns(forwards, backwards, partitions - 1 - stage):
+    for a in _alternate(forwards, backwards, partitions - 1 - stage):
         yield a
         if a.kind is Kind.I and a.micro_batch >= stage:
             yield Action(Kind.W, stage, next_w)
@@ -122,7 +124,7 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
         yield from (Action(Kind.W, stage, m) for m in range(next_w, micro_batches))
 
 
-def _v(name: str) -> PlaceActions:
+def _v_schedule(name: str) -> PlaceActions:
     """The function `name` of v_schedules.py, which is imported when it is first called: numpy comes with it."""
     return lambda *sizes: getattr(import_module("gpipe_cli.schedule.v_schedules"), name)(*sizes)
 
@@ -140,7 +142,7 @@ class Order:
         default = 1 if self.placement is None else 2
         return -(-partitions // (stages_per_device or default))
 
-    def suits(self, device_of_stage: Sequence[int]) -> bool:
+    def matches_placement(self, device_of_stage: Sequence[int]) -> bool:
         """Whether the order has its rows where the stages are."""
         stages, devices = len(device_of_stage), 1 + max(device_of_stage)
         if self.placement is None:
@@ -155,10 +157,10 @@ ORDERS = {
     "1f1b": Order(_1f1b),
     "interleaved": Order(_interleaved, placement="looped"),
     "zero_bubble": Order(_zero_bubble, splits=True),
-    "zbv": Order(_v("zbv"), placement="v", splits=True),
-    "v_half": Order(_v("v_half"), placement="v", splits=True),
-    "v_min": Order(_v("v_min"), placement="v", splits=True),
+    "zbv": Order(_v_schedule("zbv"), placement="v", splits=True),
+    "v_half": Order(_v_schedule("v_half"), placement="v", splits=True),
+    "v_min": Order(_v_schedule("v_min"), placement="v", splits=True),
 }
 AUTO_SCHEDULE = "auto"  # an order made for the costs of the layers and the memory: `search.py`
 SCHEDULES = tuple(ORDERS)
-SPLITTING = (*(name for name, named_order in ORDERS.items() if named_order.splits), AUTO_SCHEDULE)
+SCHEDULES_THAT_SPLIT = (*(name for name, named_order in ORDERS.items() if named_order.splits), AUTO_SCHEDULE)

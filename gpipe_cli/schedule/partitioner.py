@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from gpipe_cli.errors import InputError
 
-Whole = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 
 _BITS = 31  # integer costs add up to less than 2^31, and their squares to less than 2^62
 _NEVER = (1 << 62) - 1  # exceeds any cost or sum of squares; twice this value fits into 63 bits
@@ -75,32 +75,32 @@ def partition(
     assert furthest is None or (len(furthest) == partitions and {len(row) for row in furthest} == {layers})
     all_costs = [*costs, *on_costs, *back_costs, *(cost for skip in skips for cost in (skip.forward, skip.backward))]
     assert all(math.isfinite(cost) and cost >= 0 for cost in all_costs), "finite, not negative"
-    whole = np.array(_whole_numbers(all_costs), dtype=np.int64)
-    prefix_sums = np.concatenate(([0], whole[:layers].cumsum()))
+    integers = np.array(_scale_to_integers(all_costs), dtype=np.int64)
+    prefix_sums = np.concatenate(([0], integers[:layers].cumsum()))
     to_end, to_begin = prefix_sums.copy(), prefix_sums.copy()  # of a partition, with its sends
-    to_end[1:layers] += whole[layers : 2 * layers - 1]
-    to_begin[1:layers] -= whole[2 * layers - 1 : 3 * layers - 2]
-    skip_costs = whole[3 * layers - 2 :].reshape(-1, 2)
+    to_end[1:layers] += integers[layers : 2 * layers - 1]
+    to_begin[1:layers] -= integers[2 * layers - 1 : 3 * layers - 2]
+    skip_costs = integers[3 * layers - 2 :].reshape(-1, 2)
 
-    def cost(starts: Whole, ends: Whole) -> Whole:
-        between: Whole = to_end[ends] - to_begin[starts]
+    def cost(starts: Int64Array, ends: Int64Array) -> Int64Array:
+        partition_costs: Int64Array = to_end[ends] - to_begin[starts]
         for skip, (forward, backward) in zip(skips, skip_costs, strict=True):
-            between += forward * ((starts <= skip.stash) & (skip.stash < ends) & (ends <= skip.pop))
-            between += backward * ((skip.stash < starts) & (starts <= skip.pop) & (skip.pop < ends))
-        between[starts >= ends] = _NEVER
-        return between
+            partition_costs += forward * ((starts <= skip.stash) & (skip.stash < ends) & (ends <= skip.pop))
+            partition_costs += backward * ((skip.stash < starts) & (starts <= skip.pop) & (skip.pop < ends))
+        partition_costs[starts >= ends] = _NEVER
+        return partition_costs
 
-    def square(starts: Whole, ends: Whole) -> Whole:
-        between = cost(starts, ends)
-        return np.where(between <= smallest_maximum, np.minimum(between, smallest_maximum) ** 2, _NEVER)
+    def square(starts: Int64Array, ends: Int64Array) -> Int64Array:
+        partition_costs = cost(starts, ends)
+        return np.where(partition_costs <= smallest_maximum, np.minimum(partition_costs, smallest_maximum) ** 2, _NEVER)
 
-    def earliest(most: int) -> Whole:
-        """For each end, where a partition that costs no more than `most` begins at the earliest, or before that."""
-        return np.minimum(np.maximum.accumulate(to_begin).searchsorted(to_end - most), layers)
+    def earliest(max_cost: int) -> Int64Array:
+        """For each end, where a partition that costs no more than `max_cost` begins at the earliest, or before that."""
+        return np.minimum(np.maximum.accumulate(to_begin).searchsorted(to_end - max_cost), layers)
 
     reach = None if furthest is None else [np.asarray(row, dtype=np.int64) for row in furthest]
     # without limits to the memory, a cut exists in which each partition costs no more than its share and this
-    even_cost = int(prefix_sums[-1]) // partitions + 1 + int(whole[:layers].max() + skip_costs.sum())
+    even_cost = int(prefix_sums[-1]) // partitions + 1 + int(integers[:layers].max() + skip_costs.sum())
     even_cost += int((to_end - prefix_sums).max() + (prefix_sums - to_begin).max())
     smallest_maximum, _ = _best_cut(cost, earliest(even_cost), partitions, reach, np.maximum)
     if smallest_maximum > even_cost:
@@ -111,10 +111,10 @@ def partition(
 
 
 def _best_cut(
-    cost: Callable[[Whole, Whole], Whole],
-    earliest: Whole,
+    cost: Callable[[Int64Array, Int64Array], Int64Array],
+    earliest: Int64Array,
     partitions: int,
-    reach: Sequence[Whole] | None,
+    reach: Sequence[Int64Array] | None,
     join: np.ufunc,
 ) -> tuple[int, tuple[int, ...]]:
     """The least total that a cut can have, where ``join`` (maximum or sum) totals its costs, and the sizes of that cut.
@@ -129,7 +129,7 @@ def _best_cut(
     least[0] = 0
     begins = []
     for k in range(partitions):
-        longer = np.full(layers + 1, _NEVER)
+        least_of_more = np.full(layers + 1, _NEVER)
         begin = np.zeros(layers + 1, dtype=np.int64)
         last = layers - partitions + k + 1
         for first in range(k + 1 if k < partitions - 1 else layers, last + 1, _BLOCK):
@@ -145,8 +145,8 @@ def _best_cut(
             if reach is not None:
                 total[reach[k][starts] < ends[:, None]] = _NEVER
             begin[ends] = total.argmin(axis=1) + begins_at
-            longer[ends] = np.minimum(total.min(axis=1), _NEVER)
-        least = longer
+            least_of_more[ends] = np.minimum(total.min(axis=1), _NEVER)
+        least = least_of_more
         begins.append(begin)
     sizes = []
     end = layers
@@ -185,8 +185,10 @@ def check_balance(balance: Sequence[int], layers: int, partitions: int, setting:
     """Raises InputError if a balance given by hand (layers of each partition), as `setting`, does not fit the model."""
     check_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
-    remedy = f"give {partitions} positive numbers that add up to {layers}, such as {_written(even)}, or leave it out"
-    given = f"{setting}={_written(balance)}"
+    remedy = (
+        f"give {partitions} positive numbers that add up to {layers}, such as {_format_balance(even)}, or leave it out"
+    )
+    given = f"{setting}={_format_balance(balance)}"
     if len(balance) != partitions:
         raise InputError(f"{given}: has {len(balance)} entries, but partitions={partitions}; {remedy}")
     if min(balance) < 1:
@@ -195,7 +197,7 @@ def check_balance(balance: Sequence[int], layers: int, partitions: int, setting:
         raise InputError(f"{given}: adds up to {sum(balance)}, but the model has {layers} layers; {remedy}")
 
 
-def _written(balance: Sequence[int]) -> str:
+def _format_balance(balance: Sequence[int]) -> str:
     """The balance as typed on the command line, without blanks."""
     return f"[{','.join(map(str, balance))}]"
 
@@ -210,7 +212,7 @@ def check_partitions(layers: int, partitions: int) -> None:
         )
 
 
-def _whole_numbers(costs: Sequence[float]) -> list[int]:
+def _scale_to_integers(costs: Sequence[float]) -> list[int]:
     """``costs`` scaled by a common factor to integers with a sum below 2^31, rounded only if no factor is exact."""
     fractions = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(f.denominator for f in fractions))
@@ -219,5 +221,5 @@ def _whole_numbers(costs: Sequence[float]) -> list[int]:
     total = sum(exact) // common
     if total < 1 << _BITS:
         return [number // common for number in exact]
-    room = (1 << _BITS) - 1 - len(costs)  # rounding may add 1/2 to each
-    return [(2 * (number // common) * room + total) // (2 * total) for number in exact]
+    max_sum = (1 << _BITS) - 1 - len(costs)  # rounding may add 1/2 to each
+    return [(2 * (number // common) * max_sum + total) // (2 * total) for number in exact]

@@ -35,7 +35,7 @@ def place(name: PlacementName, stages: int, devices: int) -> tuple[int, ...]:
             return tuple(devices - 1 - position if turn % 2 else position for turn, position in turns)
 
 
-def name_of(device_of_stage: Sequence[int]) -> PlacementName | None:
+def placement_name(device_of_stage: Sequence[int]) -> PlacementName | None:
     """The name of a placement; None if it has none. Where several names give the same, as with a stage on each device,
     the first of `PLACEMENTS`."""
     stages, devices = len(device_of_stage), 1 + max(device_of_stage)

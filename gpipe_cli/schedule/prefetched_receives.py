@@ -6,8 +6,8 @@ allocator frees memory. If the transfers in flight then depend on an action that
 launched yet, there is a deadlock.
 
 So all processes follow the same order of all actions, in which each action comes after those that it needs
-(`linearize`): a process posts the receive of a tensor after all of its own actions that precede the action which
-computes the tensor. Then everything waits for something earlier in that order, so there is no cycle. This costs
+(`topological_order`): a process posts the receive of a tensor after all of its own actions that precede the action
+which computes the tensor. Then everything waits for something earlier in that order, so there is no cycle. This costs
 nothing, as a process launches its actions long before the GPU gets to them.
 
 On a CPU a launched action runs at once and a posted receive costs nothing: it is posted as soon as its buffer is free.
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gpipe_cli.schedule.dependencies import linearize_retained
-from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
+from gpipe_cli.schedule.dependencies import order_with_saved_state
+from gpipe_cli.schedule.schedule import SENDS_GRADIENT, Action, Kind, Retain, Schedule
 
 _Edge = tuple[Kind, int, int]  # as in `runtime/link.py`
 
@@ -38,79 +38,79 @@ class PrefetchedReceive:
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
 def prefetched_receives(
     schedule: Schedule,
-    process_of_stage: tuple[int, ...],
-    process: int,
+    rank_of_stage: tuple[int, ...],
+    rank: int,
     pairs: tuple[tuple[int, int], ...],
     *,
-    early: bool,
+    post_eagerly: bool,
 ) -> tuple[PrefetchedReceive, ...]:
-    """All receives of `process`, in the order in which it posts them: in the common order of all actions or, if
-    `early`, as soon as buffers are free. `process_of_stage` has the process of each stage; `pairs` are those stages of
-    which the first sends outputs to the second: all neighbours, and the two ends of a skip.
+    """All receives of `rank`, in the order in which it posts them: in the common order of all actions or, if
+    `post_eagerly`, as soon as buffers are free. `rank_of_stage` has the process of each stage; `pairs` are those stages
+    of which the first sends outputs to the second: all neighbours, and the two ends of a skip.
 
     A buffer is free again when its stage retains nothing of its micro-batch, nor do the stages that get something from
     it in this process: a layer may pass its input on in the same memory. Raises ScheduleError if the schedule
     deadlocks.
     """
-    receivers = _receivers(schedule, process_of_stage, process, pairs)
+    receivers = _receivers(schedule, rank_of_stage, rank, pairs)
     # edge -> its free buffers, each with the number of launches after which it became free
     free: dict[_Edge, deque[tuple[int, int]]] = defaultdict(deque)
     # micro-batch -> the buffer of each receiving action and its edge
-    held: dict[int, dict[tuple[Action, _Edge], int]] = defaultdict(dict)
-    left: set[tuple[int, int]] = set()  # (stage, micro-batch) pairs of which nothing is retained any more
-    made: Counter[_Edge] = Counter()  # number of buffers of each edge
+    buffers_in_use: dict[int, dict[tuple[Action, _Edge], int]] = defaultdict(dict)
+    finished: set[tuple[int, int]] = set()  # (stage, micro-batch) pairs of which nothing is retained any more
+    buffer_counts: Counter[_Edge] = Counter()  # number of buffers of each edge
     posted: Counter[_Edge] = Counter()  # after how many launches the last receive of each edge is posted
     receives = []
     launched = 0
-    for action, retain in linearize_retained(schedule, process_of_stage):
-        if process_of_stage[action.stage] == process:
+    for action, retain in order_with_saved_state(schedule, rank_of_stage):
+        if rank_of_stage[action.stage] == rank:
             launched += 1
             if retain is Retain.NOTHING:
-                left.add((action.stage, action.micro_batch))
-                in_use = held[action.micro_batch]
-                ended = [key for key in in_use if left.issuperset(_reached(key[0], process_of_stage, pairs))]
+                finished.add((action.stage, action.micro_batch))
+                in_use = buffers_in_use[action.micro_batch]
+                ended = [key for key in in_use if finished.issuperset(_readers_of(key[0], rank_of_stage, pairs))]
                 for receiver, edge in ended:
                     free[edge].append((launched, in_use.pop((receiver, edge))))
         for receiver in receivers.get(action, ()):
             edge = (receiver.kind.direction, action.stage, receiver.stage)
             reused = bool(free[edge])
-            since, buffer = free[edge].popleft() if reused else (0, made[edge])
-            held[receiver.micro_batch][receiver, edge] = buffer
-            made[edge] += not reused
+            since, buffer = free[edge].popleft() if reused else (0, buffer_counts[edge])
+            buffers_in_use[receiver.micro_batch][receiver, edge] = buffer
+            buffer_counts[edge] += not reused
             # Receives over an edge keep their order.
-            posted[edge] = max(posted[edge], since) if early else launched
+            posted[edge] = max(posted[edge], since) if post_eagerly else launched
             receives.append(PrefetchedReceive(receiver, action.stage, posted[edge], buffer, since))
     return tuple(sorted(receives, key=lambda receive: receive.after))
 
 
 def _receivers(
-    schedule: Schedule, process_of_stage: Sequence[int], process: int, pairs: Sequence[tuple[int, int]]
+    schedule: Schedule, rank_of_stage: Sequence[int], rank: int, pairs: Sequence[tuple[int, int]]
 ) -> dict[Action, list[Action]]:
-    """For actions of other processes: the actions of `process` that need their results."""
+    """For actions of other processes: the actions of `rank` that need their results."""
     receivers: dict[Action, list[Action]] = defaultdict(list)
     for sender, receiver in pairs:
-        if (process_of_stage[sender] == process) is (process_of_stage[receiver] == process):
+        if (rank_of_stage[sender] == rank) is (rank_of_stage[receiver] == rank):
             continue
-        if process_of_stage[receiver] == process:
+        if rank_of_stage[receiver] == rank:
             for action in schedule.stages[receiver]:
                 if action.kind is Kind.F:
                     receivers[action._replace(stage=sender)].append(action)
-        elif process_of_stage[sender] == process:
-            backward = {a.micro_batch: a for a in schedule.stages[receiver] if a.kind in RETURNS}
+        elif rank_of_stage[sender] == rank:
+            backward = {a.micro_batch: a for a in schedule.stages[receiver] if a.kind in SENDS_GRADIENT}
             for action in schedule.stages[sender]:
-                if action.kind in RETURNS:
+                if action.kind in SENDS_GRADIENT:
                     receivers[backward[action.micro_batch]].append(action)
     return receivers
 
 
-def _reached(
-    receiver: Action, process_of_stage: Sequence[int], pairs: Sequence[tuple[int, int]]
+def _readers_of(
+    receiver: Action, rank_of_stage: Sequence[int], pairs: Sequence[tuple[int, int]]
 ) -> set[tuple[int, int]]:
     """(stage, micro-batch) for the receiving stage and for those of its process that get something from it."""
-    ahead = receiver.kind is Kind.F
-    process = process_of_stage[receiver.stage]
-    reached = {receiver.stage}
-    for sender, target in sorted(pairs) if ahead else sorted(((b, a) for a, b in pairs), reverse=True):
-        if sender in reached and process_of_stage[target] == process:
-            reached.add(target)
-    return {(stage, receiver.micro_batch) for stage in reached}
+    forward = receiver.kind is Kind.F
+    rank = rank_of_stage[receiver.stage]
+    readers = {receiver.stage}
+    for sender, target in sorted(pairs) if forward else sorted(((b, a) for a, b in pairs), reverse=True):
+        if sender in readers and rank_of_stage[target] == rank:
+            readers.add(target)
+    return {(stage, receiver.micro_batch) for stage in readers}

@@ -14,16 +14,16 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.schedule.dependencies import performed
-from gpipe_cli.schedule.held import Held, changed_bytes
+from gpipe_cli.schedule.dependencies import in_device_order
+from gpipe_cli.schedule.in_flight_memory import SavedAmounts, changed_bytes
 from gpipe_cli.schedule.placement import stages_of_devices
 from gpipe_cli.schedule.schedule import (
-    RETURNS,
+    SENDS_GRADIENT,
     Action,
     Kind,
     Retain,
     Schedule,
-    stage_retained,
+    with_saved_state,
 )
 
 
@@ -39,15 +39,16 @@ class DoesNotFitError(InputError):
         return f"stage {self.stage} lacks {self.missing_bytes} bytes for activations even if it recomputes all it can"
 
 
-def fewest_recomputations(
-    order: Schedule, sizes: Sequence[Held], limit_bytes: Sequence[int], device_of_stage: Sequence[int] = ()
+def find_fewest_recomputations(
+    order: Schedule, sizes: Sequence[SavedAmounts], limit_bytes: Sequence[int], device_of_stage: Sequence[int] = ()
 ) -> tuple[frozenset[int], ...]:
     """For each stage, the fewest micro-batches to recompute such that its activations stay within a limit.
 
     The result is for :func:`with_recomputation`; ``peak_bytes`` of that schedule is at most ``limit_bytes`` per stage.
     `order` has no recomputations; `sizes` are, per stage, the bytes of a micro-batch in each way to hold it, with the
     input no larger than the graph. A micro-batch whose backward directly follows its forward is never recomputed, as
-    nothing would be gained. ``gpipe`` recomputes the first micro-batches, ``1f1b`` the last ones before memory is full.
+    nothing would be gained. ``gpipe`` is_recomputing_mode the first micro-batches, ``1f1b`` the last ones before memory
+    is full.
 
     With a device for each stage, the limits are for the stages of each device together, and fewer recomputations may be
     enough where these stages differ.
@@ -55,17 +56,17 @@ def fewest_recomputations(
     Raises DoesNotFitError for the stage that lacks most, or the first stage of the device that does.
     """
     order = Schedule((tuple(a for a in row if a.kind is not Kind.R) for row in order), order.row_of_stage)
-    rows = [list(stage_retained(actions)) for actions in order.stages]
+    rows = [list(with_saved_state(actions)) for actions in order.stages]
     firsts: Sequence[int] = range(len(rows))
     if device_of_stage:
         firsts = [stages[0] for stages in stages_of_devices(device_of_stage)]
         rows = [[] for _ in firsts]
-        for action, retain in performed(order, device_of_stage):
+        for action, retain in in_device_order(order, device_of_stage):
             rows[device_of_stage[action.stage]].append((action, retain))
     recomputed_of_stage: list[set[int]] = [set() for _ in sizes]
     lacking = []
     for first, row, limit in zip(firsts, rows, limit_bytes, strict=True):
-        recomputed, missing = _on_device(row, sizes, limit)
+        recomputed, missing = _recompute_on_device(row, sizes, limit)
         lacking.append((missing, -first))
         for stage, micro_batch in recomputed:
             recomputed_of_stage[stage].add(micro_batch)
@@ -75,33 +76,35 @@ def fewest_recomputations(
     return tuple(map(frozenset, recomputed_of_stage))
 
 
-def _on_device(
-    row: Sequence[tuple[Action, Retain]], sizes: Sequence[Held], limit_bytes: int
+def _recompute_on_device(
+    row: Sequence[tuple[Action, Retain]], sizes: Sequence[SavedAmounts], limit_bytes: int
 ) -> tuple[set[tuple[int, int]], int]:
     """The recomputations that are needed (stage, micro-batch), and how many bytes are missing even so (0 if none)."""
     changes = [changed_bytes(size) for size in sizes]
     # bytes that a recomputation adds, and that dropping a graph saves
-    graph_bytes = [stage_changes[Kind.R, Retain.GRAPH][0] for stage_changes in changes]
+    graph_bytes = [stage_changes[Kind.R, Retain.ACTIVATIONS][0] for stage_changes in changes]
     assert all(0 <= size.input <= size.graph for size in sizes), "a graph holds its input"
-    ends = {(a.stage, a.micro_batch): at for at, (a, _) in enumerate(row) if a.kind in RETURNS}
+    ends = {(a.stage, a.micro_batch): at for at, (a, _) in enumerate(row) if a.kind in SENDS_GRADIENT}
     pairs = pairwise(a for a, _ in row)
-    never_recomputed = {b[1:] for a, b in pairs if b.kind in RETURNS and a == (Kind.F, *b[1:])}
+    never_recomputed = {b[1:] for a, b in pairs if b.kind in SENDS_GRADIENT and a == (Kind.F, *b[1:])}
     recomputed: set[tuple[int, int]] = set()
-    kept: list[tuple[int, tuple[int, int]]] = []  # heap: graphs that may be dropped, the graph that ends last on top
-    held = missing = 0  # bytes held now, and the most bytes over the limit
+    droppable: list[
+        tuple[int, tuple[int, int]]
+    ] = []  # heap: graphs that may be dropped, the graph that ends last on top
+    saved_bytes = missing = 0  # bytes held now, and the most bytes over the limit
     for at, ((kind, stage, micro_batch), retain) in enumerate(row):
         graph = stage, micro_batch
         begin, end = changes[stage][kind, retain]
-        held += begin
+        saved_bytes += begin
         if kind is Kind.F and graph not in never_recomputed and graph_bytes[stage] > 0:
-            heappush(kept, (-ends[graph], graph))
-        elif kind in RETURNS and graph in recomputed:
-            held += graph_bytes[stage]
-        # If the top of `kept` has ended, all of them have.
-        while held > limit_bytes and kept and -kept[0][0] > at:
-            dropped = heappop(kept)[1]
+            heappush(droppable, (-ends[graph], graph))
+        elif kind in SENDS_GRADIENT and graph in recomputed:
+            saved_bytes += graph_bytes[stage]
+        # If the top of `droppable` has ended, all of them have.
+        while saved_bytes > limit_bytes and droppable and -droppable[0][0] > at:
+            dropped = heappop(droppable)[1]
             recomputed.add(dropped)
-            held -= graph_bytes[dropped[0]]
-        missing = max(missing, held - limit_bytes)
-        held += end
+            saved_bytes -= graph_bytes[dropped[0]]
+        missing = max(missing, saved_bytes - limit_bytes)
+        saved_bytes += end
     return recomputed, missing

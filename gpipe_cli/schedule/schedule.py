@@ -22,7 +22,7 @@ from itertools import chain, pairwise
 from typing import Literal, NamedTuple, Self, get_args
 
 RecomputeMode = Literal["always", "except_last", "never"]
-RECOMPUTE: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 
 
 class Kind(StrEnum):
@@ -42,7 +42,7 @@ class Kind(StrEnum):
         return Kind.B if self is Kind.I else self
 
 
-RETURNS = (Kind.B, Kind.I)  # actions that send gradients back
+SENDS_GRADIENT = (Kind.B, Kind.I)  # actions that send gradients back
 
 
 class Retain(StrEnum):
@@ -50,7 +50,7 @@ class Retain(StrEnum):
 
     NOTHING = "nothing"  # the backward is done, or there is none (evaluation)
     INPUT = "input"  # only the tensors that came over the stage's boundary; the rest is recomputed
-    GRAPH = "graph"  # every activation inside the stage
+    ACTIVATIONS = "graph"  # every activation inside the stage
     WEIGHTS = "weights"  # what `W` computes the gradients of the weights from
 
     __hash__ = str.__hash__  # for speed, as in Kind
@@ -77,7 +77,7 @@ Row = tuple[Action, ...]
 
 class Schedule(tuple[Row, ...]):
     """``schedule[r]`` lists the actions of row r in order: those of a stage, or of several stages of a device. Rows
-    may also share a device; :func:`linearize` then decides the order of their actions.
+    may also share a device; :func:`topological_order` then decides the order of their actions.
 
     The number of stages is read off the actions. A replica without samples has a schedule without actions, so
     `row_of_stage` must be given.
@@ -130,7 +130,7 @@ class Schedule(tuple[Row, ...]):
         kind, stage, micro_batch = action
         if kind is Kind.F and stage > 0:
             return Action(kind, stage - 1, micro_batch)
-        if kind in RETURNS and stage < len(self.stages) - 1:
+        if kind in SENDS_GRADIENT and stage < len(self.stages) - 1:
             split = Action(Kind.I, stage + 1, micro_batch)
             return split if split in self.split else Action(Kind.B, stage + 1, micro_batch)
         return None
@@ -141,16 +141,16 @@ class Schedule(tuple[Row, ...]):
         return Schedule(rows, self.row_of_stage)
 
 
-Recompute = str | tuple[frozenset[int], ...]
-"""A mode (one of ``RECOMPUTE``), or for each stage the micro-batches that it recomputes."""
+RecomputePlan = str | tuple[frozenset[int], ...]
+"""A mode (one of ``RECOMPUTE_MODES``), or for each stage the micro-batches that it recomputes."""
 
 
-def recomputes(recompute: Recompute) -> bool:
+def is_recomputing_mode(recompute: RecomputePlan) -> bool:
     """Whether `recompute` is a mode that recomputes; False for sets of micro-batches."""
     return recompute in ("always", "except_last")
 
 
-def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
+def with_recomputation(order: Schedule, recompute: RecomputePlan) -> Schedule:
     """`order` with an ``R`` directly before each backward that needs it, where it fills the wait for the gradient.
 
     The paper describes ``always``. ``except_last`` keeps the activations of a micro-batch exactly if its backward
@@ -160,20 +160,20 @@ def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
     if any(a.kind is Kind.R for row in order for a in row):
         return order
     if isinstance(recompute, str):
-        recomputed = [_recomputed(actions, recompute) for actions in order.stages]
+        recomputed = [_recomputed_micro_batches(actions, recompute) for actions in order.stages]
     else:
         assert len(recompute) == len(order.stages), "a set of micro-batches per stage"
         pairs = zip(recompute, order.stages, strict=True)
         recomputed = [chosen & {a.micro_batch for a in stage_actions} for chosen, stage_actions in pairs]
 
     def with_its_recomputation(a: Action) -> Row:
-        again = a.kind in RETURNS and a.micro_batch in recomputed[a.stage]
+        again = a.kind in SENDS_GRADIENT and a.micro_batch in recomputed[a.stage]
         return (Action(Kind.R, a.stage, a.micro_batch), a) if again else (a,)
 
     return Schedule((tuple(chain.from_iterable(map(with_its_recomputation, row))) for row in order), order.row_of_stage)
 
 
-def whole_backwards(row: Iterable[Action]) -> list[Action]:
+def merge_split_backwards(row: Iterable[Action]) -> list[Action]:
     """`row` with each I that its W directly follows merged into a B on the first stage, where no stage waits for it."""
     merged: list[Action] = []
     for a in row:
@@ -184,10 +184,10 @@ def whole_backwards(row: Iterable[Action]) -> list[Action]:
     return merged
 
 
-def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
+def with_saved_state(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
     """The actions of a stage in order, each with what the stage retains of its micro-batch afterwards. A forward
     retains nothing if there is no backward, the input if there is an ``R``, and otherwise the graph."""
-    backward = {a.micro_batch for a in stage_actions if a.kind in RETURNS}
+    backward = {a.micro_batch for a in stage_actions if a.kind in SENDS_GRADIENT}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
     for a in stage_actions:
         if a.kind in (Kind.B, Kind.W) or a.micro_batch not in backward:
@@ -195,7 +195,7 @@ def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Re
         elif a.kind is Kind.I:
             yield a, Retain.WEIGHTS
         else:
-            yield a, Retain.INPUT if a.kind is Kind.F and a.micro_batch in recomputed else Retain.GRAPH
+            yield a, Retain.INPUT if a.kind is Kind.F and a.micro_batch in recomputed else Retain.ACTIVATIONS
 
 
 def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
@@ -204,12 +204,14 @@ def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
     Under ``gpipe`` the last micro-batch, under ``1f1b`` all of the last stage. An ``R`` in between is ignored.
     """
     pairs = pairwise(a for a in stage_actions if a.kind is not Kind.R)
-    return frozenset(b.micro_batch for a, b in pairs if b.kind in RETURNS and a == (Kind.F, b.stage, b.micro_batch))
+    return frozenset(
+        b.micro_batch for a, b in pairs if b.kind in SENDS_GRADIENT and a == (Kind.F, b.stage, b.micro_batch)
+    )
 
 
-def _recomputed(actions: Sequence[Action], mode: str) -> frozenset[int]:
+def _recomputed_micro_batches(actions: Sequence[Action], mode: str) -> frozenset[int]:
     """The micro-batches of a stage that `mode` recomputes; ``actions`` must have no ``R``."""
-    everything = frozenset(a.micro_batch for a in actions if a.kind in RETURNS)
+    everything = frozenset(a.micro_batch for a in actions if a.kind in SENDS_GRADIENT)
     match mode:
         case "always":
             return everything
@@ -217,4 +219,4 @@ def _recomputed(actions: Sequence[Action], mode: str) -> frozenset[int]:
             return everything - backward_follows_forward(actions)
         case "never":
             return frozenset()
-    raise ValueError(f"recompute={mode}: unknown; use one of {', '.join(RECOMPUTE)}")
+    raise ValueError(f"recompute={mode}: unknown; use one of {', '.join(RECOMPUTE_MODES)}")

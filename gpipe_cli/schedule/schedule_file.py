@@ -19,15 +19,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
-from gpipe_cli.schedule.dependencies import ScheduleError, check, clock, linearize
+from gpipe_cli.schedule.dependencies import ScheduleError, check, clock, topological_order
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.system.files import read_text
 
 T = TypeVar("T")
 
 _ACTION = re.compile(r"([0-9]{1,6})([FRBIW])([0-9]{1,6})")
-_BOTH = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
-_IMPLIED = re.compile(r"[0-9]{1,6}(?:(?:SEND|RECV)_[FB][0-9]{1,6}|UNSHARD|RESHARD|REDUCE_GRAD)")
+_OVERLAPPED_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(r"[0-9]{1,6}(?:(?:SEND|RECV)_[FB][0-9]{1,6}|UNSHARD|RESHARD|REDUCE_GRAD)")
 _STAGE = re.compile(r"[0-9]{1,6}")
 _AN_ACTION = "a stage, one of F R B I W and a micro-batch: 0F0"
 
@@ -38,7 +38,7 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
 
     Raises ScheduleError, which says what is wrong and where, but does not name the file.
     """
-    rows = _rows(path, _actions, f"empty, or {_AN_ACTION}")
+    rows = _parse_rows(path, _parse_actions, f"empty, or {_AN_ACTION}")
     if not rows:
         raise ScheduleError("has no action; gpipe plan write_schedule=FILE.csv writes some")
     schedule = Schedule(map(tuple, rows))
@@ -53,7 +53,7 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
 def read_placement(path: str, partitions: int) -> tuple[int, ...]:
     """The device of each of this number of stages, by the file `path`. Raises ScheduleError, as `read_schedule`."""
     device_of_stage: dict[int, int] = {}
-    for device, stages in enumerate(_rows(path, _stages, f"empty, or a stage (0), or {_AN_ACTION}")):
+    for device, stages in enumerate(_parse_rows(path, _parse_stages, f"empty, or a stage (0), or {_AN_ACTION}")):
         for stage in stages:
             if device_of_stage.setdefault(stage, device) != device:
                 rows = f"rows {device_of_stage[stage]} and {device}"
@@ -72,12 +72,12 @@ def _check_number(setting: str, number: int, given: int) -> None:
         raise ScheduleError(f"has {number} {setting}, and {setting}={given}; use {setting}={number}")
 
 
-def _rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str) -> list[list[T]]:
+def _parse_rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str) -> list[list[T]]:
     """What `parse` finds in the cells of each line that has any. Raises ScheduleError for a file that cannot be read,
     and for a cell of which `parse` makes None."""
     rows: list[list[T]] = []
     parsed: dict[str, tuple[T, ...]] = {"": ()}
-    twice: set[str] = set()
+    duplicates: set[str] = set()
     try:
         lines = csv.reader(io.StringIO(read_text(Path(path))))
         for cells in lines:
@@ -88,9 +88,11 @@ def _rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str)
                         where = f"line {lines.line_num}, cell {column}"
                         raise ScheduleError(f"{where} is {cell[:40]!r}; a cell is {allowed}")
                     row += parsed.setdefault(cell, values)
-                elif cell and cell not in twice:  # a duplicate is error enough; the grid of a million takes minutes
+                elif (
+                    cell and cell not in duplicates
+                ):  # a duplicate is error enough; the grid of a million takes minutes
                     row += parsed[cell]
-                    twice.add(cell)
+                    duplicates.add(cell)
             if row:
                 rows.append(row)
     except (OSError, csv.Error) as error:
@@ -99,30 +101,30 @@ def _rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str)
     return rows
 
 
-def _actions(cell: str) -> tuple[Action, ...] | None:
+def _parse_actions(cell: str) -> tuple[Action, ...] | None:
     """The actions of a cell; None if it is none."""
     if match := _ACTION.fullmatch(cell):
         return (Action(Kind(match[2]), int(match[1]), int(match[3])),)
-    if match := _BOTH.fullmatch(cell):
-        first, second = map(_actions, match.groups())
+    if match := _OVERLAPPED_PAIR.fullmatch(cell):
+        first, second = map(_parse_actions, match.groups())
         return first + second if first and second else None
-    return () if _IMPLIED.fullmatch(cell) else None
+    return () if _COMMUNICATION.fullmatch(cell) else None
 
 
-def _stages(cell: str) -> tuple[int, ...] | None:
+def _parse_stages(cell: str) -> tuple[int, ...] | None:
     """The stages that a cell names; None if it is none."""
     if _STAGE.fullmatch(cell):
         return (int(cell),)
-    actions = _actions(cell)
+    actions = _parse_actions(cell)
     return None if actions is None else tuple(action.stage for action in actions)
 
 
-def csv_of(schedule: Schedule, row_of_stage: Sequence[int] = ()) -> str:
+def schedule_to_csv(schedule: Schedule, row_of_stage: Sequence[int] = ()) -> str:
     """The schedule as CSV text, with a column per tick of the unit clock.
     `row_of_stage` gives the row of each stage, if rows of the schedule share a device."""
     if row_of_stage:
         rows: list[list[Action]] = [[] for _ in range(1 + max(row_of_stage))]
-        for action in linearize(schedule, row_of_stage):
+        for action in topological_order(schedule, row_of_stage):
             rows[row_of_stage[action.stage]].append(action)
         schedule = Schedule(map(tuple, rows))
     columns = []

@@ -19,7 +19,7 @@ from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from gpipe_cli.schedule.dependencies import linearize, performed
+from gpipe_cli.schedule.dependencies import in_device_order, topological_order
 from gpipe_cli.schedule.schedule import Action, Kind, Retain, Schedule
 from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
@@ -45,7 +45,7 @@ class StageCost:
                 return self.inputs_seconds
             case Kind.W:
                 return self.weights_seconds
-        return self.graph_seconds if retain is Retain.GRAPH else self.forward_seconds
+        return self.graph_seconds if retain is Retain.ACTIVATIONS else self.forward_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TieCost:
 
 # (sender, receiver) -> cost: of all neighbours, and of skips from a stage past others
 Edges = Mapping[tuple[int, int], EdgeCost]
-FREE: Edges = {}  # transfers take no time
+FREE_TRANSFERS: Edges = {}  # transfers take no time
 
 
 class LinkQueues:
@@ -75,7 +75,7 @@ class LinkQueues:
 
     def __init__(self, edges: Edges, device_of_stage: Sequence[int]) -> None:
         self._edges, self._device_of_stage = edges, device_of_stage
-        self._free: dict[tuple[int, int], float] = {}  # (sender, receiver) -> when the link is free
+        self._free_at: dict[tuple[int, int], float] = {}  # (sender, receiver) -> when the link is free
 
     def arrival(self, sender: int, receiver: int, sent_seconds: float) -> float:
         """When a micro-batch that stage `sender` sends at `sent_seconds` arrives at its neighbour `receiver`; the link
@@ -84,8 +84,8 @@ class LinkQueues:
             return sent_seconds
         cost = self._edges[min(sender, receiver), max(sender, receiver)]
         seconds = cost.forward_seconds if sender < receiver else cost.backward_seconds
-        arrival = max(sent_seconds, self._free.get((sender, receiver), 0.0)) + seconds
-        self._free[sender, receiver] = arrival
+        arrival = max(sent_seconds, self._free_at.get((sender, receiver), 0.0)) + seconds
+        self._free_at[sender, receiver] = arrival
         return arrival
 
 
@@ -98,7 +98,7 @@ def ideal_bubble(devices: int, micro_batches: int) -> float:
 def simulate(
     schedule: Schedule,
     stages: Sequence[StageCost],
-    edges: Edges = FREE,
+    edges: Edges = FREE_TRANSFERS,
     slowdown: Sequence[float] = (),
     device_of_stage: Sequence[int] = (),
     ties: Sequence[TieCost] = (),
@@ -112,8 +112,8 @@ def simulate(
     with computation, one at a time over each edge and direction; within a device, and without `edges`, they take no
     time. ``slowdown[n - 1]`` is the factor by which all computation takes longer while n devices compute; the last
     value holds for more devices, too. Stages with the same number in `device_of_stage` take turns in the order of
-    :func:`linearize`, even if another stage's next action could start earlier; without it each row has a device of its
-    own. Raises ScheduleError if the schedule deadlocks.
+    :func:`topological_order`, even if another stage's next action could start earlier; without it each row has a device
+    of its own. Raises ScheduleError if the schedule deadlocks.
     """
     assert len(stages) == len(schedule.stages), "a cost per stage"
     assert not edges or edges.keys() >= set(pairwise(range(len(stages)))), "a cost per edge"
@@ -121,7 +121,7 @@ def simulate(
     assert not device_of_stage or len(device_of_stage) == len(stages), "a device per stage"
     devices = tuple(device_of_stage) or schedule.row_of_stage
     run = _Run(schedule, stages, edges, slowdown, devices, ties)
-    run.perform()
+    run.process_events()
     shared = len(set(devices)) < len(devices)
     return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), devices if shared else ())
 
@@ -148,17 +148,17 @@ class _Run:
         self.events: list[list[Event]] = [[] for _ in stages]
         self._stages, self._slowdown, self._device_of_stage = stages, slowdown, device_of_stage
         self._schedule = schedule
-        self._left_of_stage = list(map(len, schedule.stages))  # number of actions left
+        self._remaining_of_stage = list(map(len, schedule.stages))  # number of actions left
         devices = 1 + max(device_of_stage)
         # per device: the actions left, the action that each needs, and its seconds; the first may be running
-        self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
+        self._remaining: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
         seconds_of = cache(lambda stage, kind, retain: stages[stage].seconds(kind, retain))
-        for action, retain in performed(schedule, device_of_stage):
+        for action, retain in in_device_order(schedule, device_of_stage):
             seconds = seconds_of(action.stage, action.kind, retain)
-            self._left[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
+            self._remaining[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
         updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]
         self._updates = [deque(k for k in updated if device_of_stage[k] == device) for device in range(devices)]
-        self._added_up = [0.0] * devices  # when the gradients of its finished stages are summed over replicas
+        self._summed_at = [0.0] * devices  # when the gradients of its finished stages are summed over replicas
         # per device: for each tied weight that it shares with other devices, all devices that have it, and the seconds
         self._ties: list[list[tuple[set[int], float]]] = [[] for _ in range(devices)]
         for tie in ties:
@@ -166,8 +166,8 @@ class _Run:
             for device in sharing if len(sharing) > 1 else ():
                 self._ties[device].append((sharing, tie.seconds))
         self._now = self._virtual = 0.0  # equal without slowdown
-        self._free = [0.0] * devices  # when each device became free
-        self._started = [0.0] * devices
+        self._free_at = [0.0] * devices  # when each device became free
+        self._started_at = [0.0] * devices
         self._computing: list[tuple[float, int]] = []  # heap: virtual end, device
         self._arriving: list[tuple[float, int]] = []  # heap: arrival of what a device waits for, device
         self._ended: dict[Action, float] = {}
@@ -181,9 +181,9 @@ class _Run:
             self._skip_senders[Kind.B][sender].append(receiver)
         self._waiting: dict[Action, int] = {}  # the action waited for -> the device that waits
 
-    def perform(self) -> None:
-        for device in range(len(self._left)):
-            self._begin(device)
+    def process_events(self) -> None:
+        for device in range(len(self._remaining)):
+            self._start_next(device)
         computing, arriving, slowdown = self._computing, self._arriving, self._slowdown
         while computing or arriving:
             factor = slowdown[min(len(computing), len(slowdown)) - 1] if slowdown and computing else 1.0
@@ -197,23 +197,23 @@ class _Run:
             arrival, device = heappop(arriving)
             self._virtual = self._virtual + (arrival - self._now) / factor if slowdown else arrival
             self._now = arrival
-            self._begin(device)
-        if any(self._left):
-            linearize(self._schedule, self._device_of_stage)  # raises the error that says what waits for what
+            self._start_next(device)
+        if any(self._remaining):
+            topological_order(self._schedule, self._device_of_stage)  # raises the error that says what waits for what
 
-    def _begin(self, device: int) -> None:
+    def _start_next(self, device: int) -> None:
         """Start the next work of a device that is free, or note what has to happen first."""
-        if not self._left[device]:
-            if self._awaits_tied(device):
+        if not self._remaining[device]:
+            if self._waits_for_ties(device):
                 return  # `_finish` comes back when the last of these devices has its gradients
-            if (added_up := self._summed(device)) > self._now:
+            if (sums_ready_at := self._ready_at(device)) > self._now:
                 first = self._device_of_stage.index(device)
-                self.events[first].append(Event(EventKind.TRANSFER, self._now, added_up, None))
-                heappush(self._arriving, (added_up, device))
+                self.events[first].append(Event(EventKind.TRANSFER, self._now, sums_ready_at, None))
+                heappush(self._arriving, (sums_ready_at, device))
             elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)
             return
-        action, needed, seconds = self._left[device][0]
+        action, needed, seconds = self._remaining[device][0]
         sent = None
         if needed is not None:
             sent = self._ended.get(needed)
@@ -224,16 +224,16 @@ class _Run:
             if arrival is None:
                 arrival = self._links.arrival(needed.stage, action.stage, sent)
                 if self._skips:
-                    arrival = max(arrival, *self._skips_arrive(action))
+                    arrival = max(arrival, *self._skip_arrivals(action))
                 self._arrivals[action] = arrival
             if arrival > self._now:
                 heappush(self._arriving, (arrival, device))
                 return
-        if self._now > self._free[device]:
-            self.events[action.stage] += gap(action, self._free[device], self._now, sent)
+        if self._now > self._free_at[device]:
+            self.events[action.stage] += gap(action, self._free_at[device], self._now, sent)
         self._compute(device, seconds)
 
-    def _skips_arrive(self, action: Action) -> Iterator[float]:
+    def _skip_arrivals(self, action: Action) -> Iterator[float]:
         """When the skips that an action needs, or their gradients, arrive from stages that are no neighbours."""
         yield 0.0
         for sender in self._skip_senders[action.kind.direction][action.stage]:
@@ -242,36 +242,36 @@ class _Run:
                 sent = Action(Kind.I if action.kind is Kind.B else Kind.B, sender, action.micro_batch)
             yield self._links.arrival(sender, action.stage, self._ended[sent])
 
-    def _summed(self, device: int) -> float:
+    def _ready_at(self, device: int) -> float:
         """When a device has the sums of its gradients, over replicas and all uses of tied weights."""
-        tied = [max(self._added_up[other] for other in sharing) + seconds for sharing, seconds in self._ties[device]]
-        return max([self._added_up[device], *tied])
+        tied = [max(self._summed_at[other] for other in sharing) + seconds for sharing, seconds in self._ties[device]]
+        return max([self._summed_at[device], *tied])
 
-    def _awaits_tied(self, device: int) -> bool:
-        return any(self._left[other] for sharing, _ in self._ties[device] for other in sharing)
+    def _waits_for_ties(self, device: int) -> bool:
+        return any(self._remaining[other] for sharing, _ in self._ties[device] for other in sharing)
 
     def _compute(self, device: int, seconds: float) -> None:
-        self._started[device] = self._now
+        self._started_at[device] = self._now
         heappush(self._computing, (self._virtual + seconds, device))
 
     def _finish(self, device: int) -> None:
-        start = self._started[device]
-        self._free[device] = self._now
-        if not self._left[device]:
+        start = self._started_at[device]
+        self._free_at[device] = self._now
+        if not self._remaining[device]:
             self.events[self._updates[device].popleft()].append(Event(EventKind.UPDATE, start, self._now, None))
-            self._begin(device)
+            self._start_next(device)
             return
-        action, _, _ = self._left[device].popleft()
+        action, _, _ = self._remaining[device].popleft()
         self.spans[action.stage].append(Span(action, start, self._now))
         self._ended[action] = self._now
-        self._left_of_stage[action.stage] -= 1
-        if not self._left_of_stage[action.stage]:
-            self._added_up[device] = max(self._added_up[device], self._now) + self._stages[action.stage].sum_seconds
-        self._begin(device)
+        self._remaining_of_stage[action.stage] -= 1
+        if not self._remaining_of_stage[action.stage]:
+            self._summed_at[device] = max(self._summed_at[device], self._now) + self._stages[action.stage].sum_seconds
+        self._start_next(device)
         if action in self._waiting:
-            self._begin(self._waiting.pop(action))
-        if not self._left[device]:
+            self._start_next(self._waiting.pop(action))
+        if not self._remaining[device]:
             others = set().union(*(sharing for sharing, _ in self._ties[device])) - {device}
             for other in sorted(others):
-                if not self._left[other] and not self._awaits_tied(other):
-                    self._begin(other)
+                if not self._remaining[other] and not self._waits_for_ties(other):
+                    self._start_next(other)

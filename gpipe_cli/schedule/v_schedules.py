@@ -25,52 +25,52 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_cli.schedule.schedule import Action, Kind, actions, whole_backwards
+from gpipe_cli.schedule.schedule import Action, Kind, actions, merge_split_backwards
 
 _PERIOD = 6  # ticks from a micro-batch to the next: F, I and W on each of a device's two stages
 
 
-def zbv_graphs(devices: int) -> int:
+def zbv_max_in_flight(devices: int) -> int:
     """As many as on the first device of 1f1b, whose stages, half as many, have graphs of twice the size."""
     return 2 * devices
 
 
-def v_half_graphs(devices: int) -> int:
+def v_half_max_in_flight(devices: int) -> int:
     return 2 * ((devices + 2) // 2)
 
 
-def v_min_graphs(devices: int) -> int:
+def v_min_max_in_flight(devices: int) -> int:
     return 2 * ((devices + 4) // 3)
 
 
 def zbv(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
-    return _rows(partitions, micro_batches, zbv_graphs)
+    return _rows(partitions, micro_batches, zbv_max_in_flight)
 
 
 def v_half(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
-    return _rows(partitions, micro_batches, v_half_graphs)
+    return _rows(partitions, micro_batches, v_half_max_in_flight)
 
 
 def v_min(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
-    return _rows(partitions, micro_batches, v_min_graphs)
+    return _rows(partitions, micro_batches, v_min_max_in_flight)
 
 
-def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> Iterator[list[Action]]:
-    """The row of each device, which holds at most `graphs` of the number of devices; of an odd number of partitions the
-    last device has a single one."""
+def _rows(partitions: int, micro_batches: int, max_in_flight_of: Callable[[int], int]) -> Iterator[list[Action]]:
+    """The row of each device, which holds at most `max_in_flight_of` of the number of devices; of an odd number of
+    partitions the last device has a single one."""
     devices = -(-partitions // 2)
-    most = graphs(devices) if partitions > 1 else 1  # a single stage gains nothing from a delayed W
-    if most >= min(zbv_graphs(devices), 2 * micro_batches):
+    max_in_flight = max_in_flight_of(devices) if partitions > 1 else 1  # a single stage gains nothing from a delayed W
+    if max_in_flight >= min(zbv_max_in_flight(devices), 2 * micro_batches):
         down, up = 2, 4
-    elif most >= v_half_graphs(devices):
+    elif max_in_flight >= v_half_max_in_flight(devices):
         down, up = 1, 2
     else:
         down, up = 1, 1
     block = _block(devices, down, up)
     if partitions % 2:  # the last device does nothing where its second stage would have its turn
         block = np.delete(block, [devices, 3 * devices - 1])
-    for device, performed in enumerate(_clocked(block, micro_batches, most, ahead=up > 1).T):
-        place = performed[performed >= 0]
+    for device, places in enumerate(_place_in_ticks(block, micro_batches, max_in_flight, early_forwards=up > 1).T):
+        place = places[places >= 0]
         micro_batch = np.zeros_like(place)
         for position in np.unique(place):
             micro_batch[place == position] = range(micro_batches) if position < 2 * partitions else 0
@@ -80,7 +80,7 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
         stage = np.minimum(place, 2 * partitions - 1 - place)
         kinds = map((Kind.F, Kind.I, Kind.W).__getitem__, (back + 2 * late).tolist())
         row = actions(kinds, stage.tolist(), micro_batch.tolist())
-        yield row if device else whole_backwards(row)  # only device 0 has stage 0
+        yield row if device else merge_split_backwards(row)  # only device 0 has stage 0
 
 
 def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
@@ -88,12 +88,12 @@ def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
     to first. From device to device a forward takes `down` or `up` ticks, everything else takes a single tick, and
     longer until no repetition collides."""
     stages = 2 * devices
-    taken: list[set[int]] = [set() for _ in range(devices)]  # ticks of each device, modulo the period
+    used_ticks: list[set[int]] = [set() for _ in range(devices)]  # ticks of each device, modulo the period
     tick = 0
     ticks = []
     for place in range(2 * stages):
         stage = min(place, 2 * stages - 1 - place)
-        device_ticks = taken[min(stage, stages - 1 - stage)]
+        device_ticks = used_ticks[min(stage, stages - 1 - stage)]
         while tick % _PERIOD in device_ticks:
             tick += 1
         device_ticks.add(tick % _PERIOD)
@@ -105,10 +105,12 @@ def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
     return np.array(ticks, np.int32)
 
 
-def _clocked(block: NDArray[np.int32], micro_batches: int, most: int, *, ahead: bool) -> NDArray[np.int32]:
+def _place_in_ticks(
+    block: NDArray[np.int32], micro_batches: int, max_in_flight: int, *, early_forwards: bool
+) -> NDArray[np.int32]:
     """What each device does in each tick (ticks, P), on the unit clock: the place of its F or I on the path of
-    a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `ahead`: with forwards ahead of their
-    turn."""
+    a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `early_forwards`: with forwards ahead
+    of their turn."""
     stages = len(block) // 2
     device = np.arange(-(-stages // 2), dtype=np.int32)
     # F down and up, I up and down
@@ -116,25 +118,25 @@ def _clocked(block: NDArray[np.int32], micro_batches: int, most: int, *, ahead: 
     done = np.zeros(2 * stages + 1, np.int32)  # number of micro-batches that have been at each place
     done[-1] = micro_batches  # before the first place, which waits for nothing
     never = np.iinfo(np.int32).max
-    held, delayed = np.zeros((2, len(device)), np.int32)  # graphs of each device; those that a W will free
+    in_flight, delayed = np.zeros((2, len(device)), np.int32)  # graphs of each device; those that a W will free
     ticks = []
     while (done < micro_batches).any() or delayed.any():
         turns = block[places] + _PERIOD * done[places]
         turns[done[places] == micro_batches] = never
         place = places[turns.argmin(axis=0), device]
-        begins = (done[place - 1] > done[place]) & ((place >= stages) | (held < most))
+        begins = (done[place - 1] > done[place]) & ((place >= stages) | (in_flight < max_in_flight))
         late = ~begins & (delayed > 0)
-        if ahead:  # there must be room until its turn: it is least before the next I
+        if early_forwards:  # there must be room until its turn: it is least before the next I
             down, up, *back = turns
             before = np.maximum(-(-(np.minimum.reduce([down, *back]) - up) // _PERIOD), 0)  # forwards of the way up
-            early = ~begins & ~late & (done[places[0] - 1] > done[places[0]]) & (held + before < most)
+            early = ~begins & ~late & (done[places[0] - 1] > done[places[0]]) & (in_flight + before < max_in_flight)
             place = np.where(early, places[0], place)
             begins |= early
         assert begins.any() or late.any(), "the block alone holds more graphs than there may be"
         done[place[begins]] += 1
-        held += begins & (place < stages)
+        in_flight += begins & (place < stages)
         delayed += begins & (place >= stages)
-        held -= late
+        in_flight -= late
         delayed -= late
         ticks.append(np.where(begins, place, np.where(late, 2 * stages, -1)).astype(np.int32))
     return np.array(ticks)

@@ -1,4 +1,4 @@
-"""Records CUDA graphs: the `GraphMaker` of `pipeline/runtime/stage_graphs.py` for NVIDIA's GPUs, and AMD's.
+"""Records CUDA graphs: the `CudaGraphCapturer` of `pipeline/runtime/stage_graphs.py` for NVIDIA's GPUs, and AMD's.
 
 torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14 none for CUDA.
 """
@@ -14,12 +14,12 @@ from gpipe_cli.system.accelerator import generators, is_accelerator, using_devic
 
 
 @lru_cache
-def graph_maker(device: torch.device) -> "CudaGraphMaker | None":
+def graph_maker(device: torch.device) -> "TorchGraphCapturer | None":
     """What records graphs on `device`; None on a CPU, where launching costs nothing."""
-    return CudaGraphMaker(device) if is_accelerator(device) else None
+    return TorchGraphCapturer(device) if is_accelerator(device) else None
 
 
-class CudaGraphMaker:
+class TorchGraphCapturer:
     """Records graphs on a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -32,11 +32,11 @@ class CudaGraphMaker:
     def new_pool(self) -> Any:
         return self._cuda.graph_pool_handle()
 
-    def new_draws(self) -> torch.Generator:
+    def new_rng_state(self) -> torch.Generator:
         return self._default.clone_state()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def on_capture_stream(self) -> Iterator[None]:
         with using_device(self._device):
             current = self._cuda.current_stream(self._device)
             self._stream.wait_stream(current)
@@ -47,7 +47,7 @@ class CudaGraphMaker:
                 current.wait_stream(self._stream)
 
     @contextmanager
-    def refusing_waits(self) -> Iterator[None]:
+    def forbid_sync(self) -> Iterator[None]:
         before = self._cuda.get_sync_debug_mode()
         self._cuda.set_sync_debug_mode("error")
         try:
@@ -56,9 +56,9 @@ class CudaGraphMaker:
             self._cuda.set_sync_debug_mode(before)
 
     @contextmanager
-    def record(self, pool: Any, draws: Sequence[torch.Generator]) -> Iterator[Any]:
+    def capture(self, pool: Any, rng: Sequence[torch.Generator]) -> Iterator[Any]:
         graph = self._cuda.CUDAGraph()
-        for state in draws:
+        for state in rng:
             graph.register_generator_state(state)
         self._own_state = self._default.graphsafe_get_state()
         try:
@@ -68,5 +68,5 @@ class CudaGraphMaker:
         finally:
             self._default.graphsafe_set_state(self._own_state)
 
-    def draw_from(self, draws: torch.Generator | None) -> None:
-        self._default.graphsafe_set_state(self._own_state if draws is None else draws)
+    def use_rng_state(self, rng: torch.Generator | None) -> None:
+        self._default.graphsafe_set_state(self._own_state if rng is None else rng)

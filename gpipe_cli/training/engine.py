@@ -80,7 +80,7 @@ class Engine(PipelinePart):
 
     def finish(self) -> None:
         """At the end of a run: wait until all tensors are sent, and for all processes, before any disconnects."""
-        self.executor.settle()
+        self.executor.drain_sends()
         self.control.barrier()
 
 
@@ -130,7 +130,7 @@ def build_layers(
     """The layers of stage `index` with their initial weights, as plain PyTorch has them; `model` is the whole model on
     the meta device, `whole` is from `full_model_builder`."""
     first, layers = spec.first_layers[index], len(spec.layer_names[index])
-    module = materialize(model, first, layers, run_seed=config.seed, whole=whole, ties=spec.ties)
+    module = materialize(model, first, layers, run_seed=config.seed, build_whole=whole, ties=spec.ties)
     freeze(module, spec.frozen)
     module.to(torch.device(spec.layout.devices[index])).to(memory_format=MEMORY_FORMATS[spec.memory_format])
     share_memory(module, spec.ties)  # last, as a move separates parameters that share memory

@@ -108,7 +108,7 @@ class StepDone:
 class StepRecorded:
     """The timeline of the step of the last `StepDone`."""
 
-    seconds: list[list[float]]  # per stage, as returned by `Recording.seconds`
+    seconds: list[list[float]]  # per stage, as returned by `StepTimings.seconds`
     began_seconds: float  # when the step was launched and stage 0 was free, on the same clock
 
 

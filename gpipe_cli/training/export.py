@@ -34,7 +34,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.models.preprocessing import PREPROCESSOR
 from gpipe_cli.models.timm_models import timm_arguments
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
-from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
+from gpipe_cli.pipeline.runtime.tied_weights import canonical_names, find_ties
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.system.files import write_whole
@@ -104,7 +104,7 @@ def _file_metadata(config: ExportConfig, checkpoint: Path, model: nn.Sequential)
         "step": index.progress.step,
         "averaged": bool(run.ema_decay and index.progress.ema_updates),
     }
-    if tied := other_names(find_ties(model)):  # a name -> the name of the same tensor in the file
+    if tied := canonical_names(find_ties(model)):  # a name -> the name of the same tensor in the file
         facts["tied"] = tied
     if not isinstance(run.dataset, ImagesConfig):
         return facts | _tokenizer_metadata(Path(config.run))
@@ -192,7 +192,7 @@ def _load_program(
     if arguments is None:
         tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]
         layers = new_model(config)
-        tied = other_names(find_ties(layers)).items()
+        tied = canonical_names(find_ties(layers)).items()
         layers.load_state_dict({**tensors, **{name: tensors[saved] for name, saved in tied}})
         model: nn.Module = layers
         program = f"PyTorch {torch.__version__}"

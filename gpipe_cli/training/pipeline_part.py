@@ -14,13 +14,13 @@ from gpipe_cli.assembly.optimizer import gradients_of
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.runtime.compilation import Compiled
+from gpipe_cli.pipeline.runtime.compilation import CompileCounts
 from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
-from gpipe_cli.pipeline.runtime.recording import Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of, outputs_of
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.step_timings import StepTimings
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.planner.pipeline_spec import PipelineCut
@@ -48,7 +48,7 @@ class PipelinePart:
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        return any(stage.graphs is not None for stage in self.stages.values())
+        return any(stage.cuda_graphs is not None for stage in self.stages.values())
 
     @property
     def first_device(self) -> torch.device:
@@ -58,19 +58,19 @@ class PipelinePart:
     def last_device(self) -> torch.device:
         return torch.device(self.spec.layout.devices[-1])
 
-    def compute_in(self, dtype: torch.dtype | None) -> None:
+    def set_autocast_dtype(self, dtype: torch.dtype | None) -> None:
         """From now on, layers compute in `dtype` where autocast uses it; None: in the types of their inputs."""
         for stage in self.stages.values():
-            stage.compute_in(dtype)
+            stage.set_autocast_dtype(dtype)
 
-    def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> Compiled:
+    def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> CompileCounts:
         """Compile all layers of this process for micro-batches of `sizes` samples of which the first layer is given
         `inputs`; returns what was compiled. Raises InvalidSettingError, which names the layer that does not compile."""
-        before = Compiled.so_far()
+        before = CompileCounts.current()
         for samples, (k, stage) in product(sizes, self.stages.items()):
             given = inputs_of(self.boundaries.training, k) if k else inputs
             stage.compile(given, samples, lengths)
-        return Compiled.so_far() - before
+        return CompileCounts.current() - before
 
     def check_still_frozen(self) -> None:
         """Raises InputError for a parameter that is trained now, and was frozen when its stage was built, where its
@@ -83,20 +83,20 @@ class PipelinePart:
                     why = "is trained from now on, and was frozen when the pipeline was built"
                     raise InputError(f"{name} {why}; build the pipeline anew")
 
-    def sum_gradients(self, recording: Recording) -> None:
+    def sum_gradients(self, timings: StepTimings) -> None:
         """After the last action of a step: wait for the sums of gradients over replicas, and add up those of tied
         weights over their uses."""
-        clocks = self.executor.recorder.clocks
-        adding = set(self.stages) if self.replicas is not None else self.tied.waiting
+        clocks = self.executor.timer.clocks
+        adding = set(self.stages) if self.replicas is not None else self.tied.stages_with_remote_uses
         waits = {k: clocks[k].now() for k in adding}
         if self.replicas is not None:
             self.replicas.finish()
-        self.tied.add_up()
+        self.tied.sum_gradients()
         if self.uses_cuda_graphs:
             for stage in self.stages.values():
                 _remove_negative_zeros(gradients_of(stage.module.parameters()))
         for k in adding:
-            recording.added_up(k, waits[k], clocks[k].now())
+            timings.mark_gradient_sync(k, waits[k], clocks[k].now())
 
 
 def _remove_negative_zeros(gradients: Sequence[torch.Tensor]) -> None:
@@ -124,12 +124,12 @@ def build_part(
     if groups is None or not layout.distributed:
         transport = LocalTransport([*map(torch.device, layout.devices)], boundaries)
     else:
-        transport = P2PTransport(rank_in_pipeline, layout.process_of_stage, groups.links, boundaries, device)
+        transport = P2PTransport(rank_in_pipeline, layout.rank_of_stage, groups.links, boundaries, device)
     replicas = None
     if groups is not None and groups.replicas:
         replicas = Replicas(groups.replicas, layout.replicas, groups.links.waits)
         replicas.connect(groups.links.connect_seconds)
-    tied = TiedWeights(spec.ties, spec.stages_of_ties, stages, rank_in_pipeline, layout.process_of_stage)
+    tied = TiedWeights(spec.ties, spec.stages_of_ties, stages, rank_in_pipeline, layout.rank_of_stage)
     if groups is not None and groups.tied:
         tied = replace(tied, groups=groups.tied, links=groups.links)
         tied.connect(device, groups.links.connect_seconds)
@@ -149,10 +149,10 @@ def build_stage(spec: PipelineCut, index: int, layers: nn.Sequential, run_seed: 
         device=torch.device(spec.layout.devices[index]),
         run_seed=run_seed,
         memory_format=MEMORY_FORMATS[spec.memory_format],
-        computed_in=COMPUTED_IN[spec.precision],
+        autocast_dtype=COMPUTED_IN[spec.precision],
         compiled=spec.compile,
     )
     stage.set_training(True)
     if spec.graphs and (maker := graph_maker(stage.device)) is not None:
-        stage.use_graphs(maker)
+        stage.use_cuda_graphs(maker)
     return stage

@@ -7,7 +7,7 @@ a gather in each step. For that gather each process packs its own metrics into a
     stages     (K, 4)   the fields of `StageMetrics` for each stage
     norms      (P,)     of its parameters' gradients, in global order; -1 for parameters without gradient and as padding
                         (P is the most parameters of any process)
-    recording  (S,)     `Recording.seconds` of the process's stages, concatenated
+    recording  (S,)     `StepTimings.seconds` of the process's stages, concatenated
 
 Other numbers that it does not know are 0: sums are added up over all processes, and metrics of a stage are maxima over
 them. Norms and recordings are those of the first replica.
@@ -29,8 +29,8 @@ from gpipe_cli.data.images import normalize
 from gpipe_cli.distributed.control_group import Awaited, global_norm
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
-from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
+from gpipe_cli.pipeline.runtime.step_timings import MARKS_PER_ACTION, MARKS_PER_STAGE, StepTimings, max_marks
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.named_schedules import forward_only
 from gpipe_cli.schedule.schedule import Schedule
@@ -54,7 +54,7 @@ class StageMetrics:
 class PendingMetrics:
     """What this process knows of a step that it has launched. Calling `totals` or `read_norms` waits for the device."""
 
-    recording: Recording
+    timings: StepTimings
     stages: Mapping[int, StageMetrics]
     totals: Callable[[], Totals] | None  # only in the process of the last stage
     norms: torch.Tensor  # float64: the norm of each gradient of this process, on the device
@@ -68,7 +68,7 @@ class StepMetrics:
     totals: Totals  # over the mini-batch
     gradient_norm: float  # over all stages, before clipping
     stages: tuple[StageMetrics, ...]
-    seconds: list[list[float]]  # `Recording.seconds` of each stage of the first replica, on the clock of process 0
+    seconds: list[list[float]]  # `StepTimings.seconds` of each stage of the first replica, on the clock of process 0
 
 
 def run_one_micro_batch(engine: Engine, mini_batch: MiniBatch, schedule: Schedule) -> None:
@@ -105,21 +105,21 @@ def compute_gradients(
         stage.counter.on = counts
     engine.check_still_frozen()
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
-    recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
-    engine.sum_gradients(recording)
+    timings, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
+    engine.sum_gradients(timings)
     engine.executor.call_gradient_hooks()
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.spec.layout.devices[k])
         saved = stage.counter.peak_bytes if counts else 0
         libraries = 0 if bytes_at_start is None else library_bytes(device, bytes_at_start)
-        stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, recording.without_core(k))
+        stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, timings.without_core(k))
     norms = gradient_norms(engine.gradients_in_norm())
     totals = None if objective is None else objective.totals_async()
     owned_parameters = [parameter for k in engine.stages for parameter in engine.owned_parameters(k).values()]
     have = [index for index, parameter in enumerate(owned_parameters) if parameter.grad is not None]
     padded = partial(_pad_norms, to_host(norms), have, engine.spec.max_parameter_tensors)
-    return PendingMetrics(recording, stages, totals, norms, padded)
+    return PendingMetrics(timings, stages, totals, norms, padded)
 
 
 def update_weights(engine: Engine, pending: PendingMetrics, rate: float) -> None:
@@ -135,7 +135,7 @@ def update_weights(engine: Engine, pending: PendingMetrics, rate: float) -> None
             norms = _drop_padding(gathered).to(norms.device)
         clip_gradients(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
-        clock = engine.executor.recorder.clocks[k]
+        clock = engine.executor.timer.clocks[k]
         begun = clock.now()
         with using_device(engine.stages[k].device):
             if optimizer is not None:
@@ -143,8 +143,8 @@ def update_weights(engine: Engine, pending: PendingMetrics, rate: float) -> None
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             if k in engine.averages:
-                engine.averages[k].update(engine.stages[k].statistics.newest)
-        pending.recording.update(k, begun, clock.now())
+                engine.averages[k].update(engine.stages[k].statistics.last_batch_stats)
+        pending.timings.mark_update(k, begun, clock.now())
 
 
 def evaluate(engine: Engine, test: SplitReader) -> Totals:
@@ -207,7 +207,7 @@ def _run(
     step: int,
     label_smoothing: float,
     replicas: Replicas | None = None,
-) -> tuple[Recording, CrossEntropy | None]:
+) -> tuple[StepTimings, CrossEntropy | None]:
     """Run this pipeline's share of a mini-batch, by the schedule for its number of micro-batches. The objective is None
     without the last stage. With `replicas`, the sums of gradients are still in flight when this returns."""
     shard = mini_batch.shard
@@ -218,11 +218,11 @@ def _run(
         with engine.control.waits(Awaited.DATA):
             inputs = mini_batch.inputs()
     inputs = to_first_device(engine.config, engine.spec, inputs)
-    recording = engine.executor.run(
+    timings = engine.executor.run(
         schedule_of(len(shard.sizes)), step, shard.sizes, inputs, objective, mini_batch.lengths,
         first_micro_batch=shard.first_micro_batch, replicas=replicas,
     )  # fmt: skip
-    return recording, objective
+    return timings, objective
 
 
 def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], StepMetrics]:
@@ -236,7 +236,7 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
         sums, stages, norms, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
         return sums, stages.view(spec.partitions, -1), norms, recorded
 
-    vector = torch.zeros(sum(sizes) + max_stages * room(engine.config.micro_batches), dtype=torch.float64)
+    vector = torch.zeros(sum(sizes) + max_stages * max_marks(engine.config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
     for k, stage_metrics in pending.stages.items():
         to_stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
@@ -244,11 +244,11 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
         if pending.totals is not None:
             to_sums.copy_(torch.tensor(astuple(pending.totals()), dtype=torch.float64))
         to_norms.copy_(pending.read_norms())
-        seconds = [value for _, values in sorted(pending.recording.seconds().items()) for value in values]
+        seconds = [value for _, values in sorted(pending.timings.seconds().items()) for value in values]
     if spec.layout.replica_of(control.rank) == 0:  # the timeline shows replica 0 only
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
-    schedule = pending.recording.schedule
+    schedule = pending.timings.schedule
 
     @cache
     def metrics() -> StepMetrics:
@@ -257,7 +257,9 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
         for process in range(spec.layout.of_pipeline):
             of_process = iter(recordings[process].tolist())
             for stage in spec.layout.stages_of(process):
-                recorded[stage] = list(islice(of_process, MARKS * len(schedule.stages[stage]) + ENDS))
+                recorded[stage] = list(
+                    islice(of_process, MARKS_PER_ACTION * len(schedule.stages[stage]) + MARKS_PER_STAGE)
+                )
         _check_gradients_agree(engine, all_norms)
         largest = torch.stack(all_stages).amax(dim=0).tolist()  # over processes, and so over replicas
         norm = float(global_norm(_drop_padding(all_norms[: spec.layout.of_pipeline])))

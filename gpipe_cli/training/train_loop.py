@@ -23,9 +23,9 @@ from gpipe_cli.data.splits import Splits
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Stop
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError, InvalidSettingError
-from gpipe_cli.pipeline.profile.layer_probes import probing
-from gpipe_cli.pipeline.runtime.module_state import putting_back
-from gpipe_cli.pipeline.runtime.randomness import keeping_generators
+from gpipe_cli.pipeline.profile.layer_probes import checking_repeatability
+from gpipe_cli.pipeline.runtime.module_state import restoring_state
+from gpipe_cli.pipeline.runtime.randomness import restoring_rng_state
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.system.accelerator import device_name
@@ -404,20 +404,20 @@ def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
     spec = engine.spec
-    graphs = {k: stage.graphs for k, stage in engine.stages.items() if stage.graphs is not None}
+    graphs = {k: stage.cuda_graphs for k, stage in engine.stages.items() if stage.cuda_graphs is not None}
     schedule = replace(spec, recompute="never" if spec.recompute == "never" else "always").schedule(1)
     with ExitStack() as stack:
-        stack.enter_context(keeping_generators({stage.device for stage in engine.stages.values()}))
+        stack.enter_context(restoring_rng_state({stage.device for stage in engine.stages.values()}))
         for k, stage_graphs in graphs.items():
             # attributes stay: graphs may read tensors that a layer has made in its first call
-            stack.enter_context(putting_back(engine.stages[k].module)).clear()
-            stage_graphs.rehearsing = True
+            stack.enter_context(restoring_state(engine.stages[k].module)).clear()
+            stage_graphs.capture_eagerly = True
         for fraction in (0.0, 1.0):  # graphs must not depend on the share of the training that is done
             engine.set_progress(fraction)
             run_one_micro_batch(engine, MiniBatch(training, epoch, position), schedule)
     for stage_graphs in graphs.values():
-        stage_graphs.rehearsing = False
-    causes = {k: stage_graphs.cause for k, stage_graphs in graphs.items() if stage_graphs.cause}
+        stage_graphs.capture_eagerly = False
+    causes = {k: stage_graphs.fallback_reason for k, stage_graphs in graphs.items() if stage_graphs.fallback_reason}
     parts = engine.control.collect((causes, time.perf_counter() - began), patient=True)
     all_causes = {k: cause for part, _ in parts for k, cause in part.items()}
     lines = tuple(f"stage {k}: {cause}" for k, cause in sorted(all_causes.items()))
@@ -433,7 +433,7 @@ def _check_layers(engine: Engine, training: SplitReader, progress: Progress) -> 
     """
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
-    with probing(engine.stages.values(), engine.spec.layout.replicas) as objections:
+    with checking_repeatability(engine.stages.values(), engine.spec.layout.replicas) as objections:
         recomputing = build("gpipe", engine.spec.partitions, 1, "always")
         run_one_micro_batch(engine, MiniBatch(training, epoch, position), recomputing)
     for objection in chain.from_iterable(engine.control.collect(objections)):

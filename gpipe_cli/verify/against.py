@@ -162,7 +162,7 @@ class _Ours:
         assert self._numbers is not None
         update_weights(self._engine, self._numbers, _rate(self._engine.config))
         gather_metrics(self._engine, self._numbers)()
-        self._engine.executor.settle()
+        self._engine.executor.drain_sends()
 
 
 class _Foreign:
@@ -217,9 +217,11 @@ class _Whole(_Foreign):
             return
         from torchgpipe import GPipe
 
-        computed_in = COMPUTED_IN[spec.precision]
+        autocast_dtype = COMPUTED_IN[spec.precision]
         self._model = GPipe(
-            nn.Sequential(*(_InPrecision(layer, self.device, computed_in) for layer in chain(*self.stages.values()))),
+            nn.Sequential(
+                *(_InPrecision(layer, self.device, autocast_dtype) for layer in chain(*self.stages.values()))
+            ),
             balance=[len(names) for names in spec.layer_names],
             devices=[torch.device(device) for device in spec.layout.devices],
             chunks=config.micro_batches,
@@ -244,10 +246,10 @@ class _Whole(_Foreign):
 class _InPrecision(nn.Module):
     """Autocast inside a layer: torchgpipe runs layers in threads of its own, which do not inherit it."""
 
-    def __init__(self, layer: nn.Module, device: torch.device, computed_in: torch.dtype | None) -> None:
+    def __init__(self, layer: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None) -> None:
         super().__init__()
         self.layer = layer
-        self._autocast = partial(autocast, device, computed_in)
+        self._autocast = partial(autocast, device, autocast_dtype)
 
     def forward(self, inputs: Any) -> Any:
         with self._autocast():

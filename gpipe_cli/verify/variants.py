@@ -29,7 +29,7 @@ from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import with_type
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import tracking_norms
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import find_tracking_norms
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
@@ -37,7 +37,7 @@ from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import mix_in, seed_generator, step_seed
 from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
-from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.system.accelerator import generators
 from gpipe_cli.training.data_feed import Data, MiniBatch, SplitReader
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
@@ -47,7 +47,7 @@ from gpipe_cli.training.step import build_loss, compute_gradients, gather_metric
 
 Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: the plain model
 REFERENCES = ("gpipe", "1f1b")  # schedules that sum gradients from the last micro-batch to the first, and vice versa
-MODES = RECOMPUTE[::-1]  # the mode with the least recomputation first
+MODES = RECOMPUTE_MODES[::-1]  # the mode with the least recomputation first
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 
@@ -315,7 +315,7 @@ class _Checking:
         parameters = dict(chain.from_iterable(engine.owned_parameters(k).items() for k in engine.stages))
         gradients = _gradients(parameters)
         update_weights(engine, numbers, rate)
-        engine.executor.settle()
+        engine.executor.drain_sends()
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
         for stage_parameters in engine.parameters.values():
             digests |= self._digests(What.WEIGHT, stage_parameters)
@@ -472,7 +472,7 @@ def run_plain(
 def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Iterator[None]:
     """Inside, a plain model runs its micro-batches. Afterwards the running statistics of its batch norms are those that
     plain PyTorch has if each norm is given the whole mini-batch at once, computed in float64."""
-    norms = [norm for norm in tracking_norms(model) if norm.training]
+    norms = [norm for norm in find_tracking_norms(model) if norm.training]
     copies = [deepcopy(norm).double() for norm in norms]
     given: dict[nn.Module, dict[int, list[torch.Tensor]]] = {norm: {} for norm in norms}
 

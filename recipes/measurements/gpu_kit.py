@@ -39,7 +39,7 @@ from torch import nn
 from torch.profiler import profile
 
 from gpipe_cli import Pipeline
-from gpipe_cli.pipeline.runtime.stage_graphs import StageGraphs
+from gpipe_cli.pipeline.runtime.stage_graphs import StageCudaGraphs
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import usable_gpus
@@ -80,7 +80,7 @@ def layers(*more: nn.Module) -> nn.Sequential:
 
 def steps(
     device: str, samples: Sequence[int], before: Callable[[nn.Sequential, int], None], *more: nn.Module, **settings: Any
-) -> tuple[list[torch.Tensor], list[StageGraphs]]:
+) -> tuple[list[torch.Tensor], list[StageCudaGraphs]]:
     """The gradients of all steps, of so many samples, and the graphs of the stages; `before` is called before each."""
     pipeline = Pipeline(layers(*more), partitions=2, micro_batches=4, devices=[device], balance=[2, 2 + len(more)],
                         **settings)  # fmt: skip
@@ -93,7 +93,7 @@ def steps(
         for parameter in pipeline.parameters():
             parameter.grad = None
     assert pipeline._part is not None
-    return gradients, [stage.graphs for stage in pipeline._part.stages.values() if stage.graphs is not None]
+    return gradients, [stage.cuda_graphs for stage in pipeline._part.stages.values() if stage.cuda_graphs is not None]
 
 
 def compared(device: str, samples: Sequence[int], before: Any, *more: nn.Module, **settings: Any) -> str:
@@ -101,9 +101,9 @@ def compared(device: str, samples: Sequence[int], before: Any, *more: nn.Module,
     expected, _ = steps(device, samples, before, *more, graphs=False, **settings)
     found, graphs = steps(device, samples, before, *more, **settings)
     assert all(map(torch.equal, found, expected)), "other bits"
-    assert not any(stage.cause for stage in graphs), [stage.cause for stage in graphs]
-    assert sum(stage.recordings > 0 for stage in graphs) == 2, "nothing was recorded"
-    return f"the same bits, {[stage.recordings for stage in graphs]} recordings"
+    assert not any(stage.fallback_reason for stage in graphs), [stage.fallback_reason for stage in graphs]
+    assert sum(stage.captures > 0 for stage in graphs) == 2, "nothing was recorded"
+    return f"the same bits, {[stage.captures for stage in graphs]} recordings"
 
 
 def first_use(device: str) -> str:
@@ -141,22 +141,22 @@ def no_memory(device: str) -> str:
 
     def maker_of(device: torch.device) -> Any:
         maker: Any = make(device)
-        record = maker.record
+        capture = maker.capture
 
         @contextmanager
-        def record_without_memory(*given: Any) -> Iterator[Any]:
-            with record(*given) as graph:
+        def capture_without_memory(*given: Any) -> Iterator[Any]:
+            with capture(*given) as graph:
                 yield graph
                 if full[0]:
                     torch.empty(1 << 50, dtype=torch.uint8, device=device)
 
-        maker.record = record_without_memory
+        maker.capture = capture_without_memory
         return maker
 
     vars(pipeline_part)["graph_maker"] = maker_of
     _, graphs = steps(device, [8, 8], before)
-    assert all("memory" in stage.cause for stage in graphs), [stage.cause for stage in graphs]
-    return f"{graphs[0].cause[:50]}; later {compared(device, [8] * 6, before)}"
+    assert all("memory" in stage.fallback_reason for stage in graphs), [stage.fallback_reason for stage in graphs]
+    return f"{graphs[0].fallback_reason[:50]}; later {compared(device, [8] * 6, before)}"
 
 
 class Configured(nn.Module):

@@ -13,7 +13,7 @@ from commands import plan as plan_now
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.dependencies import ScheduleError, clock, grid
-from gpipe_cli.schedule.held import live
+from gpipe_cli.schedule.in_flight_memory import in_flight_counts
 from gpipe_cli.schedule.named_schedules import order
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.schedule.schedule_file import read_schedule
@@ -107,7 +107,7 @@ def _read(answer: str, partitions: int, micro_batches: int) -> Schedule:
 
 def _max_kept(schedule: Schedule) -> list[int]:
     """For each stage, the most micro-batches of which it holds the activations at once."""
-    return [max(held.graph + held.input for held in live(actions)) for actions in schedule.stages]
+    return [max(held.graph + held.input for held in in_flight_counts(actions)) for actions in schedule.stages]
 
 
 def _ticks(schedule: Schedule) -> int:

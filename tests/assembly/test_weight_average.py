@@ -54,10 +54,10 @@ def test_statistics_are_averaged_once() -> None:
         with torch.no_grad():
             layers[0].weight.fill_(n)
         for micro_batch in range(2):
-            with statistics.recording(statistics.of(micro_batch)):
+            with statistics.writing_to(statistics.moments_of(micro_batch)):
                 layers(torch.tensor([[n - 1.0], [n + 1.0]], dtype=torch.float64))
         statistics.commit()
-        average.update(statistics.newest)
+        average.update(statistics.last_batch_stats)
         kept = min(0.9, (1 + n) / (10 + n))
         expected = kept * expected + (1 - kept) * n
     running, weight = average.average["0.running_mean"].item(), average.average["0.weight"].item()

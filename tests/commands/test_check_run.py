@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.pipeline.profile.layer_probes import probing
+from gpipe_cli.pipeline.profile.layer_probes import checking_repeatability
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -31,7 +31,7 @@ def refused(model: nn.Sequential, replicas: int = 1) -> list[str]:
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
     executor = Executor({0: stage}, [0], LocalTransport([CPU]))
-    with probing([stage], replicas) as found:
+    with checking_repeatability([stage], replicas) as found:
         executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
     return found
 

@@ -22,7 +22,7 @@ def test_a_process_that_nccl_has_ended_lost_another_one_or_failed_itself() -> No
     """Which sends its own failure later, or is found silent; if all others lost a process, it has failed itself. On
     CPUs nothing aborts a process but a fault of it."""
     on_gpus, on_cpus = (
-        Supervisor(spec(devices=(device,) * 3, process_of_stage=(0, 0, 1)), 5)._killed(0, -signal.SIGABRT)
+        Supervisor(spec(devices=(device,) * 3, rank_of_stage=(0, 0, 1)), 5)._killed(0, -signal.SIGABRT)
         for device in ("cuda:0", "cpu")
     )
     later = Failure(1, "the cause", on_gpus.seconds + 1)

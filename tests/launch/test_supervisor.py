@@ -39,7 +39,7 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
     assert not Path("/proc", str(server)).exists()
 
 
-ONE_PROCESS = spec(devices=("cpu",) * 3, process_of_stage=(0, 0, 0))
+ONE_PROCESS = spec(devices=("cpu",) * 3, rank_of_stage=(0, 0, 0))
 
 
 def test_the_first_failure_is_reported_whatever_fails_after_it() -> None:

@@ -32,7 +32,7 @@ from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, find_ties, share_memory, trained_parameters
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import SCHEDULES, build
-from gpipe_cli.schedule.schedule import RECOMPUTE
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES
 
 # of the six layers: the first two; one in the middle; batch norms inside layers and weights, but no whole layer
 FROZEN = {
@@ -48,7 +48,7 @@ CASES = covering(
     micro_batches=(1, 4, 8),  # of 10, 7 and 3 samples: even and uneven, and more than there are samples
     schedule=SCHEDULES,
     stages_per_process=(1, 2),
-    recompute=RECOMPUTE,
+    recompute=RECOMPUTE_MODES,
     channels_last=(False, True),
     frozen=("nothing", "inside", "both"),  # test_no_cut_matters has the others
     bfloat16=(False, True),
@@ -94,7 +94,7 @@ LINKED_CASES = covering(
     micro_batches=(1, 4, 8),
     schedule=SCHEDULES,
     stages_per_process=(1, 2),
-    recompute=RECOMPUTE,
+    recompute=RECOMPUTE_MODES,
     bfloat16=(False, True),
     channels_last=(False, True),
     graphs=(False, True),
@@ -115,7 +115,7 @@ def test_tied_weights_and_skips_do_not_depend_on_the_cut(settings: dict[str, Any
 
 def test_no_cut_of_a_model_with_skips_matters() -> None:
     """Every cut of its 21 layers in two, and 12 cuts in three and four."""
-    chance, every = random.Random(0), cycle(product(SCHEDULES, RECOMPUTE))
+    chance, every = random.Random(0), cycle(product(SCHEDULES, RECOMPUTE_MODES))
     some = [tuple(sorted(chance.sample(range(1, 21), pieces - 1))) for pieces in [3, 4] * 6]
     for cuts in [*combinations(range(1, 21), 1), *some]:
         balance = tuple(b - a for a, b in pairwise((0, *cuts, 21)))
@@ -146,7 +146,7 @@ def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -
     order = build("1f1b", partitions, 3, "always")
     executor.run(order, 0, sizes, (images.double(),), CrossEntropy(targets.split(sizes), 10))
     stage_of = [k for k, size in enumerate(balance) for _ in range(size)]
-    TiedWeights(ties, [[stage_of[at] for at in (0, 2, 3)]], stages, process_of_stage=[0] * partitions).add_up()
+    TiedWeights(ties, [[stage_of[at] for at in (0, 2, 3)]], stages, rank_of_stage=[0] * partitions).sum_gradients()
     for module in modules.values():
         for name, parameter in trained_parameters(module, ties).items():
             expected = plain.get_parameter(name).grad
@@ -159,7 +159,7 @@ def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -
 def test_no_cut_matters(frozen: str) -> None:
     """Every cut of the six layers in two and in three, also where a whole stage has nothing to train (where other
     layers are frozen, one cut in four); and what is frozen ends as it began, buffers too."""
-    every, cuts_of_all = cycle(product(SCHEDULES, RECOMPUTE)), [(1, 2, 4)]
+    every, cuts_of_all = cycle(product(SCHEDULES, RECOMPUTE_MODES)), [(1, 2, 4)]
     cuts_of_all += [*combinations(range(1, 6), 1), *combinations(range(1, 6), 2)]
     for cuts in cuts_of_all if frozen == "both" else cuts_of_all[::4]:
         balance = tuple(b - a for a, b in pairwise((0, *cuts, 6)))

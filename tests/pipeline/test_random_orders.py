@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.schedule.dependencies import ScheduleError, check, linearize
+from gpipe_cli.schedule.dependencies import ScheduleError, check, topological_order
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
 
@@ -83,7 +83,7 @@ def test_check_simulator_and_executor_agree(part: int) -> None:
     for one in ORDERS[part::3]:
         schedule, device_of_stage = one.schedule, one.device_of_stage
         check(schedule)
-        order = linearize(schedule, device_of_stage)
+        order = topological_order(schedule, device_of_stage)
         actions = [a for row in schedule for a in row]
         assert sorted(order) == sorted(actions)
         assert len({*actions}) == len(actions)
@@ -129,8 +129,8 @@ def can_end(schedule: Schedule) -> bool:
 
 
 def test_what_cannot_end_is_refused() -> None:
-    """Orders whose devices mix their stages anew deadlock or not: check, simulator and `linearize` say the same as a
-    trial, and what is legal has the same bits. An action out of its stage's order is refused, too."""
+    """Orders whose devices mix their stages anew deadlock or not: check, simulator and `topological_order` say the same
+    as a trial, and what is legal has the same bits. An action out of its stage's order is refused, too."""
     chance, found = random.Random(1), defaultdict[bool, int](int)
     for one in ORDERS:
         schedule = mixed_anew(one, chance)
@@ -142,7 +142,7 @@ def test_what_cannot_end_is_refused() -> None:
             timeline = simulate(schedule, stages)
             assert sum(map(len, timeline.stages)) == sum(map(len, schedule))
             continue
-        for attempt in (check, linearize, lambda schedule: simulate(schedule, stages)):  # noqa: B023
+        for attempt in (check, topological_order, lambda schedule: simulate(schedule, stages)):  # noqa: B023
             with pytest.raises(ScheduleError, match="deadlock"):
                 attempt(schedule)
     assert min(found.values()) > 15

@@ -118,11 +118,13 @@ def test_the_halves_of_backwards() -> None:
     profile = profile_model(configure(*EVEN, "schedule=zero_bubble"))
     costs = by_rates(profile, rates)
     for cost, seconds in zip(profile.costs, costs.layers, strict=True):
-        assert cost.halves is not None
-        assert seconds.inputs == pytest.approx(rates.seconds(cost.halves.inputs, 2))
-        assert seconds.weights == pytest.approx(rates.seconds(cost.halves.weights, 2))
+        assert cost.split_backward is not None
+        assert seconds.inputs == pytest.approx(rates.seconds(cost.split_backward.inputs, 2))
+        assert seconds.weights == pytest.approx(rates.seconds(cost.split_backward.weights, 2))
         assert 0 < seconds.weights < seconds.backward < 1.5 * (seconds.inputs + seconds.weights)
-        assert cost.halves.inputs.flops + cost.halves.weights.flops == pytest.approx(cost.backward.flops)
+        assert cost.split_backward.inputs.flops + cost.split_backward.weights.flops == pytest.approx(
+            cost.backward.flops
+        )
     whole = by_rates(traced(), rates).layers
     assert all((seconds.inputs, seconds.weights) == (0.0, 0.0) for seconds in whole)
     config = configure(*EVEN, "partitions=1")

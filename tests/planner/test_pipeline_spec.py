@@ -29,7 +29,7 @@ def test_processes_follow_the_executor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "settings", "process_of_stage", "stages"),
+    ("gpus", "settings", "rank_of_stage", "stages"),
     [
         (2, "partitions=4", (0, 0, 1, 1), "0 0 1 1"),
         (3, "partitions=4", (0, 0, 1, 2), "0 0 1 2"),
@@ -45,12 +45,12 @@ def test_processes_follow_the_executor() -> None:
     ],
 )
 def test_stages_share_gpus_and_processes(
-    gpus: int, settings: str, process_of_stage: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
+    gpus: int, settings: str, rank_of_stage: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
     monkeypatch.setattr(layout, "number_of_gpus", lambda config: gpus)
     found = layout_of(configure(*TINY, *settings.split()))
-    assert found.process_of_stage == process_of_stage
+    assert found.rank_of_stage == rank_of_stage
     assert found.devices == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
 
 
@@ -66,8 +66,8 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     with pytest.raises(InputError, match=r"partitions=2: torchrun started 3 processes, and each needs a stage; use"):
         layout_of(configure(*TINY, "partitions=2"), read_torchrun_env())
     found = layout_of(configure(*TINY, "partitions=5"), read_torchrun_env())
-    assert found.process_of_stage == (0, 0, 1, 1, 2)
-    assert {found.devices[k] for k in range(5) if found.process_of_stage[k] == rank} == {f"cuda:{local_rank}"}
+    assert found.rank_of_stage == (0, 0, 1, 1, 2)
+    assert {found.devices[k] for k in range(5) if found.rank_of_stage[k] == rank} == {f"cuda:{local_rank}"}
     assert found.first_stages_here == (1 if rank == 0 else 0), "the other machine loads nothing"
 
 

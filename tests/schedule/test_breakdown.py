@@ -9,7 +9,7 @@ from schedule_runs import build
 
 from gpipe_cli.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.schedule.named_schedules import SCHEDULES
-from gpipe_cli.schedule.schedule import RECOMPUTE
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
 
 SHAPES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 9)))
@@ -49,7 +49,7 @@ def test_updates_and_the_rest_of_the_step() -> None:
 
 def test_the_shares_add_up_to_one() -> None:
     random_ = random.Random(1)
-    for name, recompute, (k, m) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
+    for name, recompute, (k, m) in itertools.product(SCHEDULES, RECOMPUTE_MODES, SHAPES):
         stages = [StageCost(*(random_.random() for _ in range(6))) for _ in range(k)]
         edges = {(n, n + 1): EdgeCost(random_.random() / 2, random_.random() / 2) for n in range(k - 1)}
         timeline = simulate(build(name, k, m, recompute), stages, edges, [1.0, 1.3])

@@ -8,17 +8,19 @@ import pytest
 from schedule_runs import build, parse
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.schedule.dependencies import check, linearize
+from gpipe_cli.schedule.dependencies import check, topological_order
 from gpipe_cli.schedule.named_schedules import SCHEDULES
-from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Action, Kind, Schedule
 
 
 def test_linearize_is_an_order_in_which_one_process_can_run_everything() -> None:
-    for name, recompute, partitions, micro_batches in itertools.product(SCHEDULES, RECOMPUTE, (1, 3, 4, 6), (1, 2, 5)):
+    for name, recompute, partitions, micro_batches in itertools.product(
+        SCHEDULES, RECOMPUTE_MODES, (1, 3, 4, 6), (1, 2, 5)
+    ):
         schedule = build(name, partitions, micro_batches, recompute)
         # a device for each row; rows that share one; all of them on one
         for device_of_stage in (schedule.row_of_stage, [row // 2 for row in schedule.row_of_stage], [0] * partitions):
-            order = linearize(schedule, device_of_stage)
+            order = topological_order(schedule, device_of_stage)
             done: set[Action] = set()
             for a in order:
                 assert schedule.source(a) in {None, *done}
@@ -30,9 +32,9 @@ def test_linearize_is_an_order_in_which_one_process_can_run_everything() -> None
 
 def test_linearize_launches_breadth_first_over_devices_and_depth_first_on_each() -> None:
     one, pairs = build("gpipe", 3, 3, "never"), build("gpipe", 4, 2, "never")
-    order = " ".join(map(str, linearize(one)))
+    order = " ".join(map(str, topological_order(one)))
     assert order == "0F0 0F1 1F0 0F2 1F1 2F0 1F2 2F1 2F2 2B2 2B1 1B2 2B0 1B1 0B2 1B0 0B1 0B0"
-    order = " ".join(map(str, linearize(pairs, (0, 0, 1, 1))))
+    order = " ".join(map(str, topological_order(pairs, (0, 0, 1, 1))))
     assert order == "0F0 1F0 0F1 2F0 1F1 3F0 2F1 3F1 3B1 2B1 3B0 1B1 2B0 0B1 1B0 0B0"
 
 
@@ -70,7 +72,7 @@ def test_check_refuses_and_points(broken: str, message: str, picture: str) -> No
 def test_check_finds_any_single_damage() -> None:
     """Leave one action out, put one in twice, or swap two neighbours of a row: refused, or still the same step."""
     random_ = random.Random(0)
-    for name, recompute in itertools.product(SCHEDULES, RECOMPUTE):
+    for name, recompute in itertools.product(SCHEDULES, RECOMPUTE_MODES):
         schedule = build(name, 4, 3, recompute)
         for number, row in enumerate(schedule):
 
@@ -92,6 +94,6 @@ def test_check_finds_any_single_damage() -> None:
                 except ValueError:
                     continue
                 # accepted, so it must run
-                assert sorted(linearize(damaged(swapped))) == sorted(linearize(schedule))
+                assert sorted(topological_order(damaged(swapped))) == sorted(topological_order(schedule))
                 one, other = row[i : i + 2]
                 assert (one.kind, one.stage) != (other.kind, other.stage) or one.kind is Kind.W

@@ -14,10 +14,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpipe_cli.schedule.dependencies import ScheduleError, check, linearize
+from gpipe_cli.schedule.dependencies import ScheduleError, check, topological_order
 from gpipe_cli.schedule.named_schedules import SCHEDULES
-from gpipe_cli.schedule.schedule import RECOMPUTE, Kind, Schedule
-from gpipe_cli.schedule.schedule_file import csv_of, read_placement, read_schedule
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Kind, Schedule
+from gpipe_cli.schedule.schedule_file import read_placement, read_schedule, schedule_to_csv
 
 
 def read(file: Path, partitions: int, micro_batches: int) -> Schedule:
@@ -29,21 +29,21 @@ def read(file: Path, partitions: int, micro_batches: int) -> Schedule:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
-    for recompute, k, m in itertools.product(RECOMPUTE, (1, 4, 5), (1, 5)):
+    for recompute, k, m in itertools.product(RECOMPUTE_MODES, (1, 4, 5), (1, 5)):
         schedule = build(name, k, m, recompute)
-        file.write_text(csv_of(schedule), encoding="utf-8")
+        file.write_text(schedule_to_csv(schedule), encoding="utf-8")
         assert read(file, k, m) == schedule
         # rows that share a device are one row, in the order in which the device performs them
         rows = [row // 2 for row in schedule.row_of_stage]
-        file.write_text(csv_of(schedule, rows), encoding="utf-8")
+        file.write_text(schedule_to_csv(schedule, rows), encoding="utf-8")
         merged = read(file, k, m)
         assert merged.row_of_stage == tuple(rows)
         for number, row in enumerate(merged):
-            assert row == tuple(a for a in linearize(schedule, rows) if rows[a.stage] == number)
+            assert row == tuple(a for a in topological_order(schedule, rows) if rows[a.stage] == number)
 
 
 def test_idle_ticks_are_empty_cells() -> None:
-    assert csv_of(build("1f1b", 2, 2, "never")) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+    assert schedule_to_csv(build("1f1b", 2, 2, "never")) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
 
 
 @pytest.fixture(params=[1, 3])
@@ -105,7 +105,7 @@ def test_torch_reads_our_files(devices: int, tmp_path: Path) -> None:
     for name, each, micro_batches in itertools.product(SCHEDULES, (1, 2, "v"), (1, 5)):
         rows = tuple(range(devices)) * each if each != "v" else (*range(devices), *reversed(range(devices)))
         schedule = build(name, len(rows), micro_batches, "never")
-        file.write_text(csv_of(schedule, rows), encoding="utf-8")
+        file.write_text(schedule_to_csv(schedule, rows), encoding="utf-8")
         made = theirs._PipelineScheduleRuntime(their_stages(devices, len(rows)), micro_batches, loss_fn=nn.MSELoss())
         made._load_csv(str(file))
         for rank, row in enumerate(read(file, len(rows), micro_batches)):

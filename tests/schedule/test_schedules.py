@@ -9,8 +9,8 @@ from schedule_runs import build
 from gpipe_cli.schedule.dependencies import check, grid
 from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES
 from gpipe_cli.schedule.schedule import (
-    RECOMPUTE,
-    RETURNS,
+    RECOMPUTE_MODES,
+    SENDS_GRADIENT,
     Kind,
 )
 
@@ -66,21 +66,24 @@ def test_one_stage_and_few_micro_batches() -> None:
 
 def test_every_schedule_passes_its_own_check() -> None:
     """Also without its last micro-batches, as for a mini-batch that has fewer."""
-    for name, recompute, (partitions, micro_batches) in itertools.product(SCHEDULES, RECOMPUTE, SHAPES):
+    for name, recompute, (partitions, micro_batches) in itertools.product(SCHEDULES, RECOMPUTE_MODES, SHAPES):
         schedule = build(name, partitions, micro_batches, recompute)
         check(schedule)
         assert (len(schedule.stages), schedule.micro_batches) == (partitions, micro_batches)
         assert bool(schedule.split) == (ORDERS[name].splits and partitions > 1)
         upwards = list(range(micro_batches))
         for stage, actions in enumerate(schedule.stages):
-            for kinds in (RETURNS, (Kind.B, Kind.W)):  # only the first stage has whole backwards beside split ones
+            for kinds in (
+                SENDS_GRADIENT,
+                (Kind.B, Kind.W),
+            ):  # only the first stage has whole backwards beside split ones
                 back = [a.micro_batch for a in actions if a.kind in kinds]
                 assert back == (upwards[::-1] if name == "gpipe" else upwards)
             assert stage == 0 or not schedule.split or all(a.kind is not Kind.B for a in actions)
         for row in schedule:  # an R stands directly before its backward, also among actions of other stages
             for before, after in itertools.pairwise(row):
                 if before.kind is Kind.R:
-                    assert after.kind in RETURNS
+                    assert after.kind in SENDS_GRADIENT
                     assert after[1:] == before[1:]
         for fewer in upwards[1:]:
             first = schedule.first(fewer)

@@ -10,10 +10,10 @@ from schedule_runs import build
 
 from gpipe_cli.schedule import named_schedules
 from gpipe_cli.schedule.breakdown import breakdown
-from gpipe_cli.schedule.dependencies import linearize
-from gpipe_cli.schedule.held import Held, live, peak_bytes, peaks_of_devices
+from gpipe_cli.schedule.dependencies import topological_order
+from gpipe_cli.schedule.in_flight_memory import SavedAmounts, in_flight_counts, peak_bytes, peaks_of_devices
 from gpipe_cli.schedule.named_schedules import SCHEDULES, forward_only
-from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Action, Kind, Schedule
 from gpipe_cli.schedule.simulator import EdgeCost, Edges, StageCost, TieCost, ideal_bubble, simulate
 from gpipe_cli.schedule.timeline import Event, EventKind
 
@@ -66,7 +66,7 @@ def one_after_another(
 ) -> dict[Action, tuple[float, float]]:
     """When each action runs, found in an order in which what an action needs comes before it: an action starts when
     its device is free and its tensors are there, and a link takes one micro-batch after another."""
-    order = linearize(schedule, device_of_stage)
+    order = topological_order(schedule, device_of_stage)
     free, link_free = defaultdict[int, float](float), defaultdict[tuple[Kind, int], float](float)
     spans: dict[Action, tuple[float, float]] = {}
     for a in order:
@@ -109,7 +109,7 @@ def some_whole(schedule: Schedule, random_: random.Random) -> Schedule:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", RECOMPUTE_MODES)
 def test_equals_a_simulation_without_events(name: str, recompute: str) -> None:
     random_ = random.Random(f"{name} {recompute}")
     for number in range(30):
@@ -197,7 +197,7 @@ def test_waiting_and_exposed_transfers() -> None:
 
 def peak_live(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """For each stage, the most graphs and the most inputs held, at whatever moments."""
-    stages = [list(live(actions)) for actions in schedule.stages]
+    stages = [list(in_flight_counts(actions)) for actions in schedule.stages]
     return tuple((max(held.graph for held in stage), max(held.input for held in stage)) for stage in stages)
 
 
@@ -212,7 +212,9 @@ def test_peak_of_kept_micro_batches() -> None:
     assert peak_live(forward_only(2, 4)) == ((0, 0), (0, 0))
 
 
-def held_now(begun: Sequence[Action], ended: set[Action], actions: Sequence[Action], sizes: Sequence[Held]) -> int:
+def held_now(
+    begun: Sequence[Action], ended: set[Action], actions: Sequence[Action], sizes: Sequence[SavedAmounts]
+) -> int:
     """The bytes that a stage holds, from what it has begun and ended so far."""
     total, stage = 0, actions[0].stage
     for m, size in enumerate(sizes):
@@ -231,13 +233,13 @@ def test_stages_of_a_device_are_not_at_their_fullest_together(seed: int) -> None
     k, m, name = random_.randint(2, 6), random_.randint(1, 6), random_.choice(SCHEDULES)
     chosen = tuple(frozenset(m for m in range(m) if random_.random() < 0.5) for _ in range(k))
     schedule = some_whole(build(name, k, m, chosen), random_)
-    sizes = [[Held(*(random_.randint(0, 9) for _ in range(4))) for _ in range(m)] for _ in range(k)]
+    sizes = [[SavedAmounts(*(random_.randint(0, 9) for _ in range(4))) for _ in range(m)] for _ in range(k)]
     placed = [random_.randrange(3) for _ in range(k)]
     device_of_stage = [sorted({*placed}).index(device) for device in placed]
     most = [0] * len({*placed})
     begun: list[Action] = []
     ended: set[Action] = set()
-    for action in linearize(schedule, device_of_stage):
+    for action in topological_order(schedule, device_of_stage):
         begun.append(action)
         device = device_of_stage[action.stage]
         of_device = [stage for stage in range(k) if device_of_stage[stage] == device]

@@ -8,9 +8,9 @@ from gpipe_cli.schedule.named_schedules import ORDERS, order
 from gpipe_cli.schedule.placement import place
 from gpipe_cli.schedule.schedule import Kind, Schedule
 from gpipe_cli.schedule.simulator import StageCost, simulate
-from gpipe_cli.schedule.v_schedules import v_half_graphs, v_min_graphs, zbv_graphs
+from gpipe_cli.schedule.v_schedules import v_half_max_in_flight, v_min_max_in_flight, zbv_max_in_flight
 
-GRAPHS = {"zbv": zbv_graphs, "v_half": v_half_graphs, "v_min": v_min_graphs}
+GRAPHS = {"zbv": zbv_max_in_flight, "v_half": v_half_max_in_flight, "v_min": v_min_max_in_flight}
 # Ticks of a device without work, and the most graphs of half a device's layers that one holds from F to W. A row per
 # stage has stages of twice the size, on as many devices.
 TABLE = """
@@ -38,9 +38,9 @@ def graphs(schedule: Schedule) -> int:
 def even_idle(name: str, devices: int, micro_batches: int) -> int:
     """The closed forms for 2 P stages on P >= 3 devices: idle ticks of each device."""
     p, m = devices, micro_batches
-    if GRAPHS[name](p) >= min(zbv_graphs(p), 2 * m):
+    if GRAPHS[name](p) >= min(zbv_max_in_flight(p), 2 * m):
         return max(p - 1, 3 * p - 1 - 2 * m, 4 * p - 1 - 4 * m)
-    if GRAPHS[name](p) >= v_half_graphs(p):
+    if GRAPHS[name](p) >= v_half_max_in_flight(p):
         return 3 * p - 4 - 2 * (p % 2 == 0)
     return 4 * p - 5 + 2 * (p % 3 == 0)
 

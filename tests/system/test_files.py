@@ -26,7 +26,7 @@ from gpipe_cli.system.files import (
     write_whole,
 )
 
-HOLDS = """
+MEMORY_EFFECTS = """
 import sys, time
 from pathlib import Path
 from gpipe_cli.system.files import FolderLock
@@ -123,7 +123,7 @@ def test_a_file_of_a_user_is_regular_text_of_some_size(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([sys.executable, "-c", MEMORY_EFFECTS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "mine\n"

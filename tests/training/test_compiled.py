@@ -11,7 +11,7 @@ from training_runs import TINY, assert_same_tensors, command, configure, final_t
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.models.amoebanet import ScheduledDropPath
-from gpipe_cli.pipeline.runtime.compilation import Compiled
+from gpipe_cli.pipeline.runtime.compilation import CompileCounts
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import StepDone, TrainingReady
@@ -46,16 +46,18 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFi
     compiled: the same bits, with batch norm and dropout; equal layers are compiled once. The last digits are not those
     of compile=false, and no more than these."""
     way = [*SETTINGS, "executor=in_process", "partitions=1", "recompute=never"]
-    before = Compiled.so_far()
+    before = CompileCounts.current()
     messages = train_here(configure(*way), tmp_path / "whole")
     (ready,) = of_type(messages, TrainingReady)
     first = ready.compiled
     assert first is not None
     assert (first.layers, first.sizes) == (4, (1,))
     # a block whose input needs no gradient, the two others, and what flattens
-    assert first.graphs == 3
+    assert first.dynamo_graphs == 3
     assert first.made
-    assert Compiled.so_far() - before == Compiled(first.graphs, first.made, first.found), "none in a step"
+    assert CompileCounts.current() - before == CompileCounts(first.dynamo_graphs, first.made, first.found), (
+        "none in a step"
+    )
     eager = train_here(configure(*way, "compile=false"), tmp_path / "eager")
     cut = [*SETTINGS, "executor=in_process", "partitions=3", "recompute=always"]
     assert command("train", *cut, f"run_folder={tmp_path}/cut") == 0

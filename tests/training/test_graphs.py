@@ -132,12 +132,12 @@ def test_graphs_of_all_shapes_have_the_memory_of_the_largest(
     others = memory.holding(plan.bounds, *[[0] * len(plan.bounds)] * 2)
     inputs = [held.input for held in memory.largest(plan.bounds)]
     for k, stage in engines[-1].stages.items():
-        assert stage.graphs is not None
-        assert stage.graphs.recordings > slots, "for several shapes, or for evaluation"
+        assert stage.cuda_graphs is not None
+        assert stage.cuda_graphs.captures > slots, "for several shapes, or for evaluation"
         # a plan has the inputs of slots among the activations, and counts those that are being copied there
         static_bytes = planned[k].buffers_bytes - others[k].buffers_bytes + (slots - 1) * inputs[k]
-        assert stage.graphs.static_bytes <= static_bytes
-        assert stage.graphs.static_bytes == static_bytes or (model, recompute) != ("language model", "always")
+        assert stage.cuda_graphs.static_bytes <= static_bytes
+        assert stage.cuda_graphs.static_bytes == static_bytes or (model, recompute) != ("language model", "always")
 
 
 class Launches(TorchDispatchMode):

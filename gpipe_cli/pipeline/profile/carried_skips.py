@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 from gpipe_cli.models.skips import Skip
-from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, SavedMemory
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 
-def with_skips(costs: Sequence[LayerCost], inputs: Boundary, skips: Sequence[Skip]) -> tuple[LayerCost, ...]:
+def carry_skips_through(costs: Sequence[LayerCost], inputs: Boundary, skips: Sequence[Skip]) -> tuple[LayerCost, ...]:
     """The costs with skips among the outputs of layers, behind what the next layer gets; `inputs` are those of the
     first layer. In `costs`, a `Stash` returns its input twice, and a `Pop` is given the skip behind its other inputs.
     """
@@ -33,38 +33,46 @@ def with_skips(costs: Sequence[LayerCost], inputs: Boundary, skips: Sequence[Ski
             new = tuple(replace(tensor, skip=stashed[at]) for tensor in returned[half:])
             returned = returned[:half]
         # positions of the layer's inputs and outputs among all tensors that come in and go out
-        coming = [*range(len(main)), *(len(main) + n for n, tensor in enumerate(carried) if tensor.skip == name)]
-        going = [
+        in_positions = [*range(len(main)), *(len(main) + n for n, tensor in enumerate(carried) if tensor.skip == name)]
+        out_positions = [
             *range(len(returned)),
             *range(len(returned) + len(passed_on), len(returned) + len(passed_on) + len(new)),
         ]
         untouched = [len(main) + n for n, tensor in enumerate(carried) if tensor.skip != name]
         # position at which an untouched tensor of a skip goes out -> position at which it comes in
-        passing = dict(enumerate(untouched, start=len(returned)))
-        forward = partial(_moved, coming=coming, going=going, passing=passing)
+        passthrough = dict(enumerate(untouched, start=len(returned)))
+        forward = partial(_remap, in_positions=in_positions, out_positions=out_positions, passthrough=passthrough)
         backward = partial(
-            _moved, coming=going, going=coming, passing={incoming: out for out, incoming in passing.items()}
+            _remap,
+            in_positions=out_positions,
+            out_positions=in_positions,
+            passthrough={incoming: out for out, incoming in passthrough.items()},
         )
-        halves = cost.halves
-        if halves is not None:
-            kept_inputs, kept_gradients = forward(halves.kept_inputs), backward(halves.kept_gradients)
-            halves = replace(halves, kept_inputs=kept_inputs, kept_gradients=kept_gradients)
-        extended.append(replace(cost, outputs=(*returned, *passed_on, *new), saved=forward(cost.saved), halves=halves))
+        split = cost.split_backward
+        if split is not None:
+            saved_inputs, saved_gradients = forward(split.saved_inputs), backward(split.saved_gradients)
+            split = replace(split, saved_inputs=saved_inputs, saved_gradients=saved_gradients)
+        extended.append(
+            replace(cost, outputs=(*returned, *passed_on, *new), saved=forward(cost.saved), split_backward=split)
+        )
         main, carried = returned, (*passed_on, *new)
     return tuple(extended)
 
 
-def _moved(kept: KeptMemory, coming: Sequence[int], going: Sequence[int], passing: Mapping[int, int]) -> KeptMemory:
-    """`kept` of a layer, with positions among all tensors that come in, then all that go out. The layer's own come in
-    at `coming` and go out at `going`; those that go out where `passing` says are others that came in, untouched."""
-    others = len(coming) + len(passing)
-    places = [*coming, *(others + at for at in going)]
-    same_memory = dict(passing)
-    for at, other in zip(going, kept.same_memory, strict=False):  # () says that all memory is new
+def _remap(
+    memory: SavedMemory, in_positions: Sequence[int], out_positions: Sequence[int], passthrough: Mapping[int, int]
+) -> SavedMemory:
+    """`memory` of a layer, with positions among all tensors that come in, then all that go out. The layer's own come in
+    at `in_positions` and go out at `out_positions`; those that go out where `passthrough` says are others that came in,
+    untouched."""
+    others = len(in_positions) + len(passthrough)
+    places = [*in_positions, *(others + at for at in out_positions)]
+    same_memory = dict(passthrough)
+    for at, other in zip(out_positions, memory.same_memory, strict=False):  # () says that all memory is new
         if other is not None:
             same_memory[at] = places[other]
     return replace(
-        kept,
-        tensors=tuple(places[position] for position in kept.tensors),
-        same_memory=tuple(same_memory.get(at) for at in range(len(going) + len(passing))),
+        memory,
+        tensors=tuple(places[position] for position in memory.tensors),
+        same_memory=tuple(same_memory.get(at) for at in range(len(out_positions) + len(passthrough))),
     )

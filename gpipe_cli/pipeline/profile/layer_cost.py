@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.schedule.held import Held
+from gpipe_cli.schedule.in_flight_memory import SavedAmounts
 
 Layers: TypeAlias = int | NDArray[np.int64]  # a layer's number, or an array of them
 
 
 @dataclass(frozen=True)
-class KeptMemory:
+class SavedMemory:
     """The memory that is kept for a layer's backward, described so that no tensor counts twice where layers meet;
     parameters and buffers are not counted.
 
@@ -59,7 +59,7 @@ class Operations:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationCounts:
     """A layer's operations, forward or backward."""
 
     by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
@@ -70,35 +70,35 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitBackward:
     """A layer's backward in two halves. Their sum is more than the whole: a convolution reads the same data twice.
 
-    Between the halves the stage keeps inputs of products and convolutions (`kept_inputs`), and gradients of their
-    outputs (`kept_gradients`). In `kept_gradients` the tensors that come in are the gradients of the layer's outputs,
+    Between the halves the stage keeps inputs of products and convolutions (`saved_inputs`), and gradients of their
+    outputs (`saved_gradients`). In `saved_gradients` the tensors that come in are the gradients of the layer's outputs,
     and those that go out are the gradients of its inputs.
     """
 
-    inputs: Work = field(default_factory=Work)
-    weights: Work = field(default_factory=Work)
-    kept_inputs: KeptMemory = field(default_factory=KeptMemory)
-    kept_gradients: KeptMemory = field(default_factory=KeptMemory)
+    inputs: OperationCounts = field(default_factory=OperationCounts)
+    weights: OperationCounts = field(default_factory=OperationCounts)
+    saved_inputs: SavedMemory = field(default_factory=SavedMemory)
+    saved_gradients: SavedMemory = field(default_factory=SavedMemory)
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """The cost of a layer. `parameters` counts all its parameters, `trained` the trained ones; `saved` is what
-    autograd keeps between forward and backward; `halves` is None if the backward is not split; `foreign` are the
-    parameters and buffers of other layers that it reads, by global name."""
+    autograd keeps between forward and backward; `split_backward` is None if the backward is not split;
+    `cross_layer_tensors` are the parameters and buffers of other layers that it reads, by global name."""
 
     name: str
     parameters: int
-    forward: Work
-    backward: Work
+    forward: OperationCounts
+    backward: OperationCounts
     outputs: Boundary
     trained: int = 0
-    saved: KeptMemory = field(default_factory=KeptMemory)
-    halves: Halves | None = None
-    foreign: tuple[str, ...] = ()
+    saved: SavedMemory = field(default_factory=SavedMemory)
+    split_backward: SplitBackward | None = None
+    cross_layer_tensors: tuple[str, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -118,41 +118,44 @@ class ActivationMemory:
     def __init__(self, costs: Sequence[LayerCost], inputs: Boundary, samples: int, lengths: Sequence[int] = ()) -> None:
         boundaries = [inputs, *(cost.outputs for cost in costs)]
         sizes = [[t.bytes(samples, lengths) for t in boundary] for boundary in boundaries]
-        halves = [cost.halves or Halves() for cost in costs]
+        split_backward = [cost.split_backward or SplitBackward() for cost in costs]
         last_boundary = {
             tensor.skip: at for at, boundary in enumerate(boundaries) for tensor in boundary if tensor.skip
         }
         # per boundary, the layer that a stage must have to be sent each tensor: for a skip, the layer that pops it
         needed = [[last_boundary[tensor.skip] if tensor.skip else -1 for tensor in boundary] for boundary in boundaries]
-        self._inputs = _KeptBytes(sizes, [KeptMemory()] * len(costs), samples, needed)
+        self._inputs = _SavedBytes(sizes, [SavedMemory()] * len(costs), samples, needed)
         self._has_gradient = np.array([any(t.has_gradient for t in boundary) for boundary in boundaries])
         self._trained = np.cumsum([0, *(cost.trained for cost in costs)])
-        self._graph = _KeptBytes(sizes, [cost.saved for cost in costs], samples, needed)
-        self._kept_inputs = _KeptBytes(sizes, [half.kept_inputs for half in halves], samples)
+        self._graph = _SavedBytes(sizes, [cost.saved for cost in costs], samples, needed)
+        self._saved_inputs = _SavedBytes(sizes, [split.saved_inputs for split in split_backward], samples)
         # gradients flow from the last layer to the first
-        self._kept_gradients = _KeptBytes(sizes[::-1], [half.kept_gradients for half in halves[::-1]], samples)
+        self._saved_gradients = _SavedBytes(
+            sizes[::-1], [split.saved_gradients for split in split_backward[::-1]], samples
+        )
 
-    def held(self, first: int, end: int) -> Held:
-        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch, in each of the ways of `Held`.
+    def held(self, first: int, end: int) -> SavedAmounts:
+        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch, in each of the ways of
+        `SavedAmounts`.
 
         A stage with nothing to train in it or before it has no backward, and keeps nothing. Between the halves of a
         backward it keeps all of a tensor that crosses a boundary of layers, even if a product reads only a part.
         """
-        return Held(*self.of_stages(first, end).tolist())
+        return SavedAmounts(*self.of_stages(first, end).tolist())
 
     def of_stages(self, first: Layers, end: Layers) -> NDArray[np.int64]:
         """`held` as an array (4,) in the order of its fields; for n stages at once, (4, n)."""
         layers = len(self._trained) - 1
-        gradients = self._kept_gradients.of(layers - end, layers - first)
-        weights = self._kept_inputs.of(first, end) + gradients
+        gradients = self._saved_gradients.of(layers - end, layers - first)
+        weights = self._saved_inputs.of(first, end) + gradients
         has_backward = self._has_gradient[first] | (self._trained[end] > self._trained[first])
         return np.array([self._graph.of(first, end), self._inputs.of(first, end), gradients, weights]) * has_backward
 
 
-class _KeptBytes:
-    """The bytes that any consecutive layers keep of a micro-batch. `kept` is what each layer keeps, `sizes` are the
-    bytes of the tensors that cross each boundary. With `needed`, the tensors that cross a stage's first boundary count
-    whether kept or not, if the stage has the layer that `needed` names (-1: any).
+class _SavedBytes:
+    """The bytes that any consecutive layers keep of a micro-batch. `saved_by_layers` is what each layer keeps, `sizes`
+    are the bytes of the tensors that cross each boundary. With `needed`, the tensors that cross a stage's first
+    boundary count whether kept or not, if the stage has the layer that `needed` names (-1: any).
 
     The bytes are not a sum over layers, as a tensor that two layers keep exists once. So each tensor is charged to the
     first layer that keeps it: sums over layers then hold for any stage, up to the few tensors that cross its first
@@ -162,17 +165,17 @@ class _KeptBytes:
     def __init__(
         self,
         sizes: Sequence[Sequence[int]],
-        kept: Sequence[KeptMemory],
+        saved_by_layers: Sequence[SavedMemory],
         samples: int,
         needed: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        never = len(kept)
-        charged = [saved.base_bytes + saved.per_sample_bytes * samples for saved in kept]
+        never = len(saved_by_layers)
+        charged = [saved.base_bytes + saved.per_sample_bytes * samples for saved in saved_by_layers]
         # for each boundary: (bytes, layer number): add the bytes for a stage that begins there, if it has that layer
         crossing: list[list[tuple[int, int]]] = [[] for _ in sizes]
         keepers = [never] * len(sizes[-1])  # per tensor that crosses a boundary, the first layer that keeps it
-        for at in reversed(range(len(kept))):
-            saved = kept[at]
+        for at in reversed(range(len(saved_by_layers))):
+            saved = saved_by_layers[at]
             given = len(sizes[at])
             keepers = [never] * given + keepers  # inputs of the layer, then its outputs
             for position in saved.tensors:
@@ -197,5 +200,5 @@ class _KeptBytes:
         """The bytes that layers `first` to `end - 1` keep."""
         sizes, keepers = self._crossing[first, :, 0], self._crossing[first, :, 1]
         crossing = (sizes * (keepers < np.asarray(end)[..., None])).sum(axis=-1)
-        kept: NDArray[np.int64] = self._charged[end] - self._charged[first] + crossing
-        return kept
+        saved_by_layers: NDArray[np.int64] = self._charged[end] - self._charged[first] + crossing
+        return saved_by_layers

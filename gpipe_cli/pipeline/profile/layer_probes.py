@@ -20,36 +20,36 @@ from gpipe_cli.pipeline.profile.reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
 from gpipe_cli.pipeline.runtime.initial_weights import NO_VALUES
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.runtime.module_state import other_generators, putting_back
+from gpipe_cli.pipeline.runtime.module_state import python_and_numpy_rng_state, restoring_state
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.system.accelerator import is_accelerator
 
 
 @contextmanager
-def probing(stages: Collection[Stage], replicas: int) -> Iterator[list[str]]:
+def checking_repeatability(stages: Collection[Stage], replicas: int) -> Iterator[list[str]]:
     """Inside, the layers of `stages` run a micro-batch, and run it again; the list gets a sentence for each layer that
     cannot repeat it, or would differ between `replicas`. Afterwards buffers, gradients, attributes of modules and
     random generators are as before."""
-    complaints: list[str] = []
+    problems: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([stage.device for stage in stages if is_accelerator(stage.device)]))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
-            stack.enter_context(putting_back(stage.module))
-            watch = _Watch(complaints, stage.compiled, replicas)
+            stack.enter_context(restoring_state(stage.module))
+            watch = _Watch(problems, stage.compiled, replicas)
             stack.enter_context(watch.reading)
             for name, layer in stage.module.named_children():
-                stack.callback(layer.register_forward_pre_hook(watch.begins, prepend=True).remove)
-                stack.callback(layer.register_forward_hook(partial(watch.ended, name)).remove)
-        yield complaints
+                stack.callback(layer.register_forward_pre_hook(watch.before_layer, prepend=True).remove)
+                stack.callback(layer.register_forward_hook(partial(watch.after_layer, name)).remove)
+        yield problems
 
 
 class _Watch:
     """Watches the layers of a stage: compares a layer's state before and after a run, and the outputs of its runs."""
 
-    def __init__(self, complaints: list[str], compiled: bool, replicas: int) -> None:
-        self._complaints = complaints
+    def __init__(self, problems: list[str], compiled: bool, replicas: int) -> None:
+        self._problems = problems
         self._compiled = compiled
         self._replicas = replicas
         self.reading = ExitStack()  # holds a mode while a layer runs
@@ -57,30 +57,32 @@ class _Watch:
         self._before: list[Any] = []  # an entry per running layer, as a layer may run another without torch's knowledge
         self._outputs: dict[str, Tensors] = {}  # layer name -> the outputs of its first run
 
-    def begins(self, layer: nn.Module, inputs: Any) -> None:
-        kept = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()}
+    def before_layer(self, layer: nn.Module, inputs: Any) -> None:
+        state_before = {
+            key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()
+        }
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
-        self._before.append((kept, given, other_generators()))
+        self._before.append((state_before, given, python_and_numpy_rng_state()))
         if len(self._before) == 1 and not self._compiled:  # torch refuses to run compiled code under a dispatch mode
             self._reads = self.reading.enter_context(Reads())
 
-    def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
-        kept, given, generators = self._before.pop()
+    def after_layer(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        state_before, given, generators = self._before.pop()
         if self._before:
             return
         self.reading.close()
         for tensor in self._reads.tensors.values():
             if tensor.is_meta:
-                self._complaints.append(f"layer {name} reads a tensor {tuple(tensor.shape)} that {NO_VALUES}")
+                self._problems.append(f"layer {name} reads a tensor {tuple(tensor.shape)} that {NO_VALUES}")
         if not all(same_bits(*pair) for pair in given):
-            self._complaints.append(str(ChangedInputError(name)))
-        if other_generators() != generators:
-            self._complaints.append(
+            self._problems.append(str(ChangedInputError(name)))
+        if python_and_numpy_rng_state() != generators:
+            self._problems.append(
                 f"layer {name} draws from Python's random module or numpy.random, which no recomputation can repeat; "
                 "use torch's functions"
             )
         tensors = _tensors(layer)
-        for key, (tensor, value, version) in kept.items():
+        for key, (tensor, value, version) in state_before.items():
             # Buffers by version, too: converged spectral norm writes equal values until the weights change. Parameters
             # by value only: torch itself writes to them, to bring them together in memory.
             written = tensor._version != version and not isinstance(tensor, nn.Parameter)
@@ -88,14 +90,14 @@ class _Watch:
                 continue
             changes = f"layer {name} changes its own {key} when it is run"
             if isinstance(tensor, nn.Parameter):
-                self._complaints.append(f"{changes}, which is a parameter, and the optimizer's to change; use a buffer")
+                self._problems.append(f"{changes}, which is a parameter, and the optimizer's to change; use a buffer")
             elif key not in layer.state_dict():
-                self._complaints.append(f"{changes}, which no checkpoint has; register it with persistent=True")
+                self._problems.append(f"{changes}, which no checkpoint has; register it with persistent=True")
             elif tensors.get(key) is not tensor:
-                self._complaints.append(f"{changes}, by another tensor; write to it in place, as with copy_")
+                self._problems.append(f"{changes}, by another tensor; write to it in place, as with copy_")
             elif self._replicas > 1:
                 why = "in each replica by other samples; use replicas=1, or nn.BatchNorm"
-                self._complaints.append(f"{changes}, {why}")
+                self._problems.append(f"{changes}, {why}")
             else:
                 continue  # a recomputation begins with the buffer that the forward began with
             break
@@ -104,7 +106,7 @@ class _Watch:
         if first_outputs is None:
             self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
         elif not all(map(same_bits, outputs, first_outputs)):
-            self._complaints.append(
+            self._problems.append(
                 f"layer {name} gives other values when it is run again with the same seed: it asks whether gradients "
                 "are recorded, keeps something between calls, or draws random numbers from "
                 "another source than torch's generators; with recompute=never no layer is run again"

@@ -80,5 +80,5 @@ class _Describer(pickle.Pickler):
             return NotImplemented
         self._owned.update(id(tensor) for group in (value._parameters, value._buffers) for tensor in group.values())
         # empty dictionaries and sets are left out: every module has a dozen of them for hooks
-        attributes = {name: held for name, held in vars(value).items() if type(held) not in _OFTEN_EMPTY or held}
+        attributes = {name: entry for name, entry in vars(value).items() if type(entry) not in _OFTEN_EMPTY or entry}
         return type(value), (), attributes

@@ -46,7 +46,7 @@ class OperationCounter(Reads):
         counted.count += 1
         return result
 
-    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shortcut = _SHORTCUTS.get(func)
         return func(*args, **kwargs) if shortcut is None else shortcut(*args)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 
 # Operations that use only a shape, type or device; `lift_fresh` gets a tensor just made from Python's numbers.
 _READ_NOTHING = (
@@ -40,19 +40,19 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         if func not in _READ_NOTHING:
             self.add(tensors_in((args, *(kwargs or {}).values())))
-        result = self.perform(func, args, kwargs or {})
+        result = self.run_operation(func, args, kwargs or {})
         for tensor in tensors_in(result):
-            if (storage := storage_of(tensor)) not in self.tensors:
+            if (storage := storage_id(tensor)) not in self.tensors:
                 self._made.add(storage)
         return result
 
-    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these tensors as read, too."""
         for tensor in tensors:
-            if (storage := storage_of(tensor)) not in self._made:
+            if (storage := storage_id(tensor)) not in self._made:
                 self.tensors.setdefault(storage, tensor)
 
 

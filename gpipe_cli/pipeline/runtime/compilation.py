@@ -28,7 +28,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.models.skips import Stash
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import (
+    BatchStatistics,
+    find_tracking_norms,
+    restore_stats,
+    swap_stats,
+)
 from gpipe_cli.system.accelerator import is_accelerator
 
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others uncompiled
@@ -37,16 +42,16 @@ _REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """How many `graphs` torch has compiled in a process (one per kind of layer and micro-batch size), and how many of
-    their forwards and backwards were `made`, or `found` in torch's cache on disk."""
+class CompileCounts:
+    """How many `dynamo_graphs` torch has compiled in a process (one per kind of layer and micro-batch size), and how
+    many of their forwards and backwards were `made`, or `found` in torch's cache on disk."""
 
-    graphs: int = 0
+    dynamo_graphs: int = 0
     made: int = 0
     found: int = 0
 
     @classmethod
-    def so_far(cls) -> "Compiled":
+    def current(cls) -> "CompileCounts":
         from torch._dynamo.utils import counters
 
         inductor, aot = counters["inductor"], counters["aot_autograd"]
@@ -54,8 +59,8 @@ class Compiled:
         from_cache = inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"]
         return cls(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_miss"], from_cache)
 
-    def __sub__(self, other: "Compiled") -> "Compiled":
-        return Compiled(self.graphs - other.graphs, self.made - other.made, self.found - other.found)
+    def __sub__(self, other: "CompileCounts") -> "CompileCounts":
+        return CompileCounts(self.dynamo_graphs - other.dynamo_graphs, self.made - other.made, self.found - other.found)
 
 
 def check_compiler(device: torch.device) -> None:
@@ -81,8 +86,8 @@ def check_compiler(device: torch.device) -> None:
 
 def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
     """Make every layer of `module` run compiled in training mode, its batch norms writing to `statistics`. Raises
-    InvalidSettingError for a layer with a `forward` set on the object, and InputError as `tracking_norms` does."""
-    numbers = {norm: statistics.register(norm) for norm in tracking_norms(module)}
+    InvalidSettingError for a layer with a `forward` set on the object, and InputError as `find_tracking_norms` does."""
+    numbers = {norm: statistics.register(norm) for norm in find_tracking_norms(module)}
     for name, layer in module.named_children():
         if isinstance(layer, Stash):  # it returns its input: there is nothing to compile
             continue
@@ -124,22 +129,22 @@ class _CompiledForward:
     def __call__(self, value: Any) -> Any:
         if not self._module.training:
             return _forward(self._layer, value)
-        redirected = {norm: redirect(norm, *self._moments[norm]) for norm in self._norms if norm.training}
+        redirected = {norm: swap_stats(norm, *self._moments[norm]) for norm in self._norms if norm.training}
         try:
             shapes = tuple(tensor.shape for tensor in as_tuple(value))
             was_compiled = shapes in self._values
-            graphs_before = Compiled.so_far().graphs
+            graphs_before = CompileCounts.current().dynamo_graphs
             if not was_compiled:
                 self._values[shapes] = self._count_values(value)
-            with naming_layer(self._name):
-                returned = _compiled()(self._layer, value)
-            self._recompilations += was_compiled and Compiled.so_far().graphs > graphs_before
+            with errors_name_layer(self._name):
+                returned = _compile_forward()(self._layer, value)
+            self._recompilations += was_compiled and CompileCounts.current().dynamo_graphs > graphs_before
             if self._recompilations > _MAX_RECOMPILATIONS:
                 why = f"layer {self._name} is compiled again and again, as something in it changes from step to step"
                 raise _compile_error(why)
         finally:
             for norm, tracked in redirected.items():
-                put_back(norm, tracked)
+                restore_stats(norm, tracked)
         self._track(self._values[shapes])
         return returned
 
@@ -182,19 +187,19 @@ class _CompiledForward:
 
 
 @contextmanager
-def naming_layer(name: str) -> Iterator[None]:
+def errors_name_layer(name: str) -> Iterator[None]:
     """Inside, an error of torch's compiler becomes a InvalidSettingError that names the layer."""
     try:
         yield
     except Exception as error:
-        if not _is_of_compiler(error):
+        if not _is_compiler_error(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = "; ".join(line.removeprefix("Explanation: ").rstrip(".") for line in lines[:2]) or type(error).__name__
         raise _compile_error(f"layer {name} cannot be compiled ({reason[:_REASON_CHARACTERS]})") from error
 
 
-def _is_of_compiler(error: BaseException) -> bool:
+def _is_compiler_error(error: BaseException) -> bool:
     from torch._dynamo import exc as dynamo_errors
     from torch._inductor import exc as inductor_errors
 
@@ -211,7 +216,7 @@ def _forward(layer: nn.Module, value: Any) -> Any:
 
 
 @cache
-def _compiled() -> Callable[[nn.Module, Any], Any]:
+def _compile_forward() -> Callable[[nn.Module, Any], Any]:
     """`_forward`, compiled anew for every kind of layer and every shape of its input."""
     from torch import _dynamo, _inductor
 

@@ -21,20 +21,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.accelerator import to_device
 
-OfReplicas: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+AllGather: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Gathers a tensor of this process from all replicas of its stages, in the replicas' order."""
 
 
 _ALIGNED_BYTES = 128  # cuDNN's persistent batch norm stores statistics 16 bytes at a time, without checking alignment
 
 
-def alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The `OfReplicas` of a single replica."""
+def single_replica(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The `AllGather` of a single replica."""
     return (tensor,)
 
 
 @dataclass
-class _Slot:
+class _MomentSlot:
     """The moments of a micro-batch in all norms: a flat tensor (2, sum of widths), its views for each norm, and the
     number of values per channel of each norm that has written to it."""
 
@@ -43,7 +43,7 @@ class _Slot:
     counts: dict[int, int] = field(default_factory=dict)
 
 
-Moments: TypeAlias = list[_Slot]
+BatchMoments: TypeAlias = list[_MomentSlot]
 """The slots of a micro-batch: one for each application of a norm in a forward; in most models a single slot."""
 
 
@@ -57,11 +57,11 @@ class BatchStatistics:
 
     def __init__(self) -> None:
         self._norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
-        self._slots: dict[int, Moments] = {}  # by micro-batch; reused in every step
-        self._open: Moments | None = None
+        self._slots: dict[int, BatchMoments] = {}  # by micro-batch; reused in every step
+        self._written_moments: BatchMoments | None = None
         self._max_slots: int | None = None  # of a micro-batch, in any replica's first step
         # running statistics changed by the newest mini-batch, each with that mini-batch's own value
-        self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.last_batch_stats: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def norms(self) -> Sequence[nn.Module]:
@@ -82,46 +82,46 @@ class BatchStatistics:
             for slot in slots:
                 slot.counts.clear()
 
-    def of(self, micro_batch: int) -> Moments:
+    def moments_of(self, micro_batch: int) -> BatchMoments:
         """The slots of a micro-batch."""
         if micro_batch not in self._slots:
             self._slots[micro_batch] = self.new_moments()
         return self._slots[micro_batch]
 
-    def new_moments(self) -> Moments:
+    def new_moments(self) -> BatchMoments:
         """Slots that norms write to in a micro-batch's forward."""
         return [self._new_slot()] if self._norms else []
 
     @contextmanager
-    def recording(self, moments: Moments | None) -> Iterator[None]:
+    def writing_to(self, moments: BatchMoments | None) -> Iterator[None]:
         """Inside, in a micro-batch's forward, norms in training mode write to these slots anew, or nowhere if None."""
         for slot in moments or ():
             slot.counts.clear()
-        self._open = moments
+        self._written_moments = moments
         try:
             yield
         finally:
-            self._open = None
+            self._written_moments = None
 
     def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where norm number `norm` writes mean and variance, (C,) each; None if it must write nothing."""
-        if self._open is None:
+        if self._written_moments is None:
             return None, None
-        slot = next((slot for slot in self._open if norm not in slot.counts), None)
+        slot = next((slot for slot in self._written_moments if norm not in slot.counts), None)
         if slot is None:  # if the norm is applied again: like `nn.BatchNorm`, `commit` tracks that as another batch
             slot = self._new_slot()
-            self._open.append(slot)
+            self._written_moments.append(slot)
         slot.counts[norm] = values_per_channel
         return slot.views[norm]
 
-    def _new_slot(self) -> _Slot:
+    def _new_slot(self) -> _MomentSlot:
         moments = self._norms[0].running_mean.new_zeros(2, sum(self._widths))
-        return _Slot(moments, list(zip(*map(self._of_norms, moments), strict=True)))
+        return _MomentSlot(moments, list(zip(*map(self._split_by_norm, moments), strict=True)))
 
     @torch.no_grad()
-    def copy(self, moments: Moments, micro_batch: int) -> None:
+    def copy(self, moments: BatchMoments, micro_batch: int) -> None:
         """Take over what a graph has written to `moments` as the moments of a micro-batch."""
-        slots = self.of(micro_batch)
+        slots = self.moments_of(micro_batch)
         used = [written for written in moments if written.counts]
         while len(slots) < len(used):
             slots.append(self._new_slot())
@@ -130,35 +130,37 @@ class BatchStatistics:
             slot.counts.update(written.counts)
 
     @torch.no_grad()
-    def commit(self, of_replicas: OfReplicas = alone) -> None:
+    def commit(self, all_gather: AllGather = single_replica) -> None:
         """Merge this mini-batch's slots, on all replicas, exactly into the running statistics; then empty the slots."""
-        newest: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        last_batch_stats: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         in_order = [slots for _, slots in sorted(self._slots.items())]
-        most = max(map(len, in_order), default=0)
-        if self._norms and self._max_slots is None and of_replicas is not alone:  # a replica may have had no sample
-            self._max_slots = int(max(of_replicas(self._norms[0].running_mean.new_tensor([most]))))
-        for number in range(max(most, self._max_slots or 0)):
+        slot_count = max(map(len, in_order), default=0)
+        if (
+            self._norms and self._max_slots is None and all_gather is not single_replica
+        ):  # a replica may have had no sample
+            self._max_slots = int(max(all_gather(self._norms[0].running_mean.new_tensor([slot_count]))))
+        for number in range(max(slot_count, self._max_slots or 0)):
             used = [slots[number] for slots in in_order if len(slots) > number and slots[number].counts]
-            for running, value in self._merge(used, of_replicas):
-                newest.setdefault(id(running), (running, []))[1].append(value)
-        self.newest = [(running, values[0] if len(values) == 1 else torch.stack(values).mean(dim=0))
-                       for running, values in newest.values()]  # fmt: skip
+            for running, value in self._merge(used, all_gather):
+                last_batch_stats.setdefault(id(running), (running, []))[1].append(value)
+        self.last_batch_stats = [(running, values[0] if len(values) == 1 else torch.stack(values).mean(dim=0))
+                       for running, values in last_batch_stats.values()]  # fmt: skip
 
-    def _merge(self, used: Sequence[_Slot], of_replicas: OfReplicas) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _merge(self, used: Sequence[_MomentSlot], all_gather: AllGather) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Merge the `used` slots; returns the running statistics changed, each with the merged value.
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
         the mean would lose digits. Each product and each sum is a separate operation, so that a channel gets the same
         bits wherever it lies in the flat tensor, hence for any cut.
         """
-        if not self._norms or (not used and of_replicas is alone):
+        if not self._norms or (not used and all_gather is single_replica):
             return []
         dtype = self._norms[0].running_mean.dtype
-        seen = [any(norm in slot.counts for slot in used) for norm in range(len(self._norms))]
-        parts = of_replicas(self._moments(used))
+        norms_used = [any(norm in slot.counts for slot in used) for norm in range(len(self._norms))]
+        parts = all_gather(self._moments(used))
         if not used:  # this replica has no sample of the mini-batch
-            seen = [bool(total[0]) for total in self._of_norms(torch.stack(tuple(parts)).sum(dim=0)[0])]
-        if not any(seen):  # all norms are frozen
+            norms_used = [bool(total[0]) for total in self._split_by_norm(torch.stack(tuple(parts)).sum(dim=0)[0])]
+        if not any(norms_used):  # all norms are frozen
             return []
         total, mean, squares = parts[0]
         if len(parts) > 1:
@@ -168,9 +170,9 @@ class BatchStatistics:
         variance = squares / (total - 1)
         for slot in used:
             slot.counts.clear()
-        return self._update(mean.to(dtype), variance.to(dtype), seen)
+        return self._update(mean.to(dtype), variance.to(dtype), norms_used)
 
-    def _moments(self, used: Sequence[_Slot]) -> torch.Tensor:
+    def _moments(self, used: Sequence[_MomentSlot]) -> torch.Tensor:
         """Statistics over the micro-batches in these slots, float64 (3, widths): the number of values, their mean, and
         the sum of their squared differences from it."""
         if not used:
@@ -196,21 +198,22 @@ class BatchStatistics:
         units = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self._norms]
         return tuple(-(-norm.num_features // unit) * unit for norm, unit in zip(self._norms, units, strict=True))
 
-    def _of_norms(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def _split_by_norm(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each norm's channels, (C,), in a flat tensor (sum of widths,)."""
         parts = zip(flat.split(self._widths), self._norms, strict=True)
         return [part[: norm.num_features] for part, norm in parts]
 
     def _update(
-        self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]
+        self, mean: torch.Tensor, variance: torch.Tensor, norms_used: Sequence[bool]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Move the running statistics of the norms `seen` towards `mean` and `variance`; returns what `_merge` does."""
+        """Move the running statistics of the norms `norms_used` towards `mean` and `variance`; returns what `_merge`
+        does."""
         changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         by_momentum: dict[float | None, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
-        counts = [norm.num_batches_tracked for norm, was_used in zip(self._norms, seen, strict=True) if was_used]
+        counts = [norm.num_batches_tracked for norm, was_used in zip(self._norms, norms_used, strict=True) if was_used]
         torch._foreach_add_(counts, 1)
         for norm, was_used, *moments in zip(
-            self._norms, seen, self._of_norms(mean), self._of_norms(variance), strict=True
+            self._norms, norms_used, self._split_by_norm(mean), self._split_by_norm(variance), strict=True
         ):
             if not was_used:
                 continue
@@ -240,14 +243,14 @@ def _values_of_channels(
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
     """Make every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms. They
     stay the same objects, with their parameters, hooks and whatever else their classes do. Raises InputError as
-    `tracking_norms` does."""
-    norms = tracking_norms(module)
+    `find_tracking_norms` does."""
+    norms = find_tracking_norms(module)
     for norm in norms:
-        vars(norm)["forward"] = _deferred(norm, statistics)
+        vars(norm)["forward"] = _make_deferred_forward(norm, statistics)
     return norms
 
 
-def tracking_norms(module: nn.Module) -> list[_BatchNorm]:
+def find_tracking_norms(module: nn.Module) -> list[_BatchNorm]:
     """The batch norms below `module` that track statistics. Raises InputError for a norm with an unknown forward, whose
     statistics cannot be redirected, and for two norms that share statistics."""
     norms: list[_BatchNorm] = []
@@ -268,8 +271,9 @@ def tracking_norms(module: nn.Module) -> list[_BatchNorm]:
 
 
 @contextmanager
-def deferring(module: nn.Module) -> Iterator[None]:
-    """Inside, batch norms below `module` normalize as in a pipeline and track nothing. Raises as `tracking_norms`."""
+def batch_norm_deferred(module: nn.Module) -> Iterator[None]:
+    """Inside, batch norms below `module` normalize as in a pipeline and track nothing. Raises as
+    `find_tracking_norms`."""
     norms = defer_batch_norms(module, BatchStatistics())
     try:
         yield
@@ -279,33 +283,36 @@ def deferring(module: nn.Module) -> Iterator[None]:
 
 
 # Known forwards, by name, so that timm need not be imported. A subclass that inherits such a forward is known, too.
-_KNOWN = (("torch.nn.modules.batchnorm", "_BatchNorm.forward"), ("timm.layers.norm_act", "BatchNormAct2d.forward"))
+_KNOWN_FORWARDS = (
+    ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
+    ("timm.layers.norm_act", "BatchNormAct2d.forward"),
+)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _is_known(norm: _BatchNorm) -> bool:
     forward = type(norm).forward
     is_altered = "forward" in vars(norm) or any(norm._buffers.get(name) is None for name in _STATISTICS)
-    return not is_altered and (forward.__module__, forward.__qualname__) in _KNOWN
+    return not is_altered and (forward.__module__, forward.__qualname__) in _KNOWN_FORWARDS
 
 
-def redirect(norm: _BatchNorm, mean: torch.Tensor | None, variance: torch.Tensor | None) -> tuple[Any, ...]:
+def swap_stats(norm: _BatchNorm, mean: torch.Tensor | None, variance: torch.Tensor | None) -> tuple[Any, ...]:
     """Make a norm in training mode write the mean and unbiased variance of its input to these tensors, (C,) each,
-    or nowhere if they are None. Returns what `put_back` takes."""
+    or nowhere if they are None. Returns what `restore_stats` takes."""
     buffers = norm._buffers
     before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], norm.momentum
     # with a momentum of 1 the kernel that normalizes also stores the moments of this micro-batch, for free
-    put_back(norm, (mean, variance, None, 1.0))
+    restore_stats(norm, (mean, variance, None, 1.0))
     return before
 
 
-def put_back(norm: _BatchNorm, before: tuple[Any, ...]) -> None:
+def restore_stats(norm: _BatchNorm, before: tuple[Any, ...]) -> None:
     """Have the norm track its own statistics again."""
     buffers = norm._buffers
     buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], vars(norm)["momentum"] = before
 
 
-def _deferred(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_deferred_forward(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
     """The norm's own forward, which in training writes the micro-batch's moments to its slot."""
     forward = type(norm).forward
     index = statistics.register(norm)
@@ -314,10 +321,10 @@ def _deferred(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.
     def run(input: torch.Tensor) -> torch.Tensor:
         if not attributes["training"]:
             return forward(norm, input)
-        before = redirect(norm, *statistics.slot(index, input.numel() // channels))
+        before = swap_stats(norm, *statistics.slot(index, input.numel() // channels))
         try:
             return forward(norm, input)
         finally:
-            put_back(norm, before)
+            restore_stats(norm, before)
 
     return run

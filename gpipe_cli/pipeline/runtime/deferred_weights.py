@@ -23,10 +23,10 @@ from gpipe_cli.system.accelerator import is_accelerator
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
-_HANDED_BYTES = 32 << 20  # a call of autograd's engine gets gradients of so many bytes, which no plan counts
+_MIN_BYTES_PER_CALL = 32 << 20  # a call of autograd's engine gets gradients of so many bytes, which no plan counts
 _LEAF = "AccumulateGrad"
-_CHANGES_FORM = ("TBackward0", "ToCopyBackward0")  # may lie between a weight and its use: transpose, cast
-_RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # torch refuses this node in a backward with `inputs=`
+_TRANSPOSES_AND_CASTS = ("TBackward0", "ToCopyBackward0")  # may lie between a weight and its use: transpose, cast
+_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"  # torch refuses this node in a backward with `inputs=`
 
 
 @dataclass(eq=False, slots=True)
@@ -39,37 +39,37 @@ class DeferredWeight:
     gradient: torch.Tensor | None = None  # the output's gradient, once I has computed it
 
     @property
-    def kept(self) -> Sequence[torch.Tensor]:
+    def saved(self) -> Sequence[torch.Tensor]:
         return (self.input,) if self.gradient is None else (self.input, self.gradient)
 
 
 def backward_inputs(
     roots: Sequence[GradientEdge],
     gradients: Sequence[torch.Tensor | None],
-    keeps: Callable[[torch.Tensor], None] = lambda gradient: None,
+    on_saved: Callable[[torch.Tensor], None] = lambda gradient: None,
     *,
     tied: Collection[torch.Tensor] = (),
     retain_graph: bool = False,
 ) -> list[DeferredWeight]:
     """I: `torch.autograd.backward` except for the weights that can wait, returned in the order autograd reaches them.
 
-    `keeps` is called with the output gradient of each of these convolutions and products as soon as it is kept. `tied`
-    are weights that are also used outside the graph of `roots`.
+    `on_saved` is called with the output gradient of each of these convolutions and products as soon as it is kept.
+    `tied` are weights that are also used outside the graph of `roots`.
     """
-    elsewhere = [get_gradient_edge(weight).node for weight in tied]
-    deferrable, leaves = _look_through([root.node for root in roots], elsewhere)
+    other_uses = [get_gradient_edge(weight).node for weight in tied]
+    deferrable, leaves = _find_deferrable([root.node for root in roots], other_uses)
     if not deferrable:
         torch.autograd.backward(roots, gradients, retain_graph)
         return []
     deferred: list[DeferredWeight] = []
 
-    def reached(weight: DeferredWeight, given: Sequence[torch.Tensor | None]) -> None:
+    def save_gradient(weight: DeferredWeight, given: Sequence[torch.Tensor | None]) -> None:
         if given[0] is not None:
             weight.gradient = given[0]
             deferred.append(weight)
-            keeps(given[0])
+            on_saved(given[0])
 
-    hooks = [node.register_prehook(partial(reached, weight)) for node, weight in deferrable.items()]
+    hooks = [node.register_prehook(partial(save_gradient, weight)) for node, weight in deferrable.items()]
     # with the deferrable nodes, so that they run even where nothing wants the gradient of their input
     wanted = [GradientEdge(node, 0) for node in (*leaves, *deferrable)]
     torch.autograd.backward(roots, gradients, retain_graph, inputs=wanted)
@@ -90,49 +90,51 @@ def backward_weights(deferred: list[DeferredWeight]) -> None:
     while deferred:
         weight = deferred.pop()
         assert weight.gradient is not None
-        most = _HANDED_BYTES if is_accelerator(weight.gradient.device) else 0
+        min_bytes = _MIN_BYTES_PER_CALL if is_accelerator(weight.gradient.device) else 0
         with torch.no_grad():
             computed = weight.compute(weight.input, weight.gradient)
         edges += weight.edges
         gradients += computed
         size += sum(gradient.nbytes for gradient in computed)
         del weight, computed  # frees what it has kept
-        if size >= most or not deferred:
+        if size >= min_bytes or not deferred:
             torch.autograd.backward(edges, gradients)
             edges, gradients, size = [], [], 0
 
 
-def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:
-    """The nodes whose weights can wait, and all leaves but these weights; leaves `elsewhere` have other uses, too."""
+def _find_deferrable(
+    roots: Sequence[Node], other_uses: Sequence[Node]
+) -> tuple[dict[Node, DeferredWeight], list[Node]]:
+    """The nodes whose weights can wait, and all leaves but these weights; leaves `other_uses` have other uses, too."""
     uses = dict.fromkeys(roots, 1)
     products, leaves = list[tuple[Node, Any]](), list[Node]()
-    ahead = list(uses)
-    while ahead:
-        node = ahead.pop()
+    to_visit = list(uses)
+    while to_visit:
+        node = to_visit.pop()
         kind, edges = type(node).__name__, node.next_functions
         if kind == _LEAF:  # only such a node has a variable
             leaves.append(node)
         elif kind in _PRODUCTS:
             products.append((node, edges))
-        elif kind == _RUNS_A_BACKWARD:
+        elif kind == _REENTRANT_CHECKPOINT:
             return {}, []
         for following, _ in edges:
             if following is not None:
                 uses_before = uses.get(following, 0)
                 uses[following] = uses_before + 1
                 if not uses_before:
-                    ahead.append(following)
-    for node in elsewhere:
+                    to_visit.append(following)
+    for node in other_uses:
         uses[node] = uses.get(node, 0) + 1
     deferrable = dict[Node, DeferredWeight]()
-    waiting_leaves = set[Node]()
+    deferred_leaves = set[Node]()
     for node, edges in products:
         weights = [_weight_behind(edge[0], uses) for edge in edges]
         if (product := _PRODUCTS[type(node).__name__](node, weights)) is not None:
             places, input, compute = product
             deferrable[node] = DeferredWeight([GradientEdge(*edges[place]) for place in places], compute, input)
-            waiting_leaves.update(leaf for place in places if (leaf := weights[place]) is not None)
-    return deferrable, [leaf for leaf in leaves if leaf not in waiting_leaves]
+            deferred_leaves.update(leaf for place in places if (leaf := weights[place]) is not None)
+    return deferrable, [leaf for leaf in leaves if leaf not in deferred_leaves]
 
 
 def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
@@ -141,7 +143,7 @@ def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
         kind = type(node).__name__
         if kind == _LEAF:  # only such a node has a variable
             return node if isinstance(node.variable, nn.Parameter) else None  # type: ignore[attr-defined]
-        node = node.next_functions[0][0] if kind in _CHANGES_FORM else None
+        node = node.next_functions[0][0] if kind in _TRANSPOSES_AND_CASTS else None
     return None
 
 

@@ -13,14 +13,14 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, split_all
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import alone
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import single_replica
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
-from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
+from gpipe_cli.pipeline.runtime.step_timings import StepTimer, StepTimings
 from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
-from gpipe_cli.schedule.dependencies import linearize_retained
-from gpipe_cli.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
+from gpipe_cli.schedule.dependencies import order_with_saved_state
+from gpipe_cli.schedule.schedule import SENDS_GRADIENT, Action, Kind, Retain, Schedule
 from gpipe_cli.system.accelerator import using_device
 
 OnAction: TypeAlias = Callable[[Action, int, Sequence[int]], None]
@@ -40,11 +40,11 @@ class ActionFailedError(RuntimeError):
         self.action, self.layer = action, layer
 
 
-class _Scheduled(NamedTuple):
+class _ScheduledAction(NamedTuple):
     """An action of a schedule, and what follows from the schedule."""
 
     action: Action
-    keep: Retain  # what the stage keeps of the micro-batch
+    retain: Retain  # what the stage keeps of the micro-batch
     receives: bool  # from another stage
     sends: bool  # to another stage
     is_last: bool  # of its stage
@@ -63,9 +63,11 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._on_action = stages, transport, on_action
         self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
-        self._hooked: list[nn.Parameter] = []  # parameters with hooks for their gradients, in the newest step
+        self._hooked_parameters: list[
+            nn.Parameter
+        ] = []  # parameters with hooks for their gradients, in the newest step
         self._parameters = [*dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())]
-        self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
+        self.timer = StepTimer({index: stage.device for index, stage in stages.items()})
 
     def run(
         self,
@@ -78,7 +80,7 @@ class Executor:
         *,
         first_micro_batch: int = 0,
         replicas: Replicas | None = None,
-    ) -> Recording:
+    ) -> StepTimings:
         """Run a mini-batch: all actions of the schedule on the stages of this process.
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch; the
@@ -93,49 +95,53 @@ class Executor:
         for index, stage in self._stages.items():
             stage_objective = objective if index == self._last else None
             stage.begin_step(step, stage_objective, first_micro_batch, schedule.stages[index] if sizes else ())
-        recording = self.recorder.begin_step(schedule)
+        timings = self.timer.begin_step(schedule)
         if replicas is not None:
             replicas.begin_step({index: stage.module for index, stage in self._stages.items()})
-        self._hooked = [parameter for parameter in self._parameters if parameter._post_accumulate_grad_hooks]
-        with self._without_gradient_hooks() if self._hooked else nullcontext():
-            for scheduled in _scheduled(schedule, self._device_of_stage, frozenset(self._stages)):
+        self._hooked_parameters = [parameter for parameter in self._parameters if parameter._post_accumulate_grad_hooks]
+        with self._without_gradient_hooks() if self._hooked_parameters else nullcontext():
+            for scheduled in _actions_in_order(schedule, self._device_of_stage, frozenset(self._stages)):
                 action = scheduled.action
                 self._on_action(action, sizes[action.micro_batch], lengths)
                 is_last = replicas is not None and scheduled.is_last
-                with replicas.last_action(action.stage) if replicas is not None and is_last else nullcontext():
-                    self._perform(scheduled, micro_batches, recording)
+                with (
+                    replicas.overlapping_last_action(action.stage)
+                    if replicas is not None and is_last
+                    else nullcontext()
+                ):
+                    self._perform(scheduled, micro_batches, timings)
         if replicas is not None and not sizes:
             for index in self._stages:
-                with replicas.last_action(index):
+                with replicas.overlapping_last_action(index):
                     pass  # a pipeline without samples computes no gradients
         for stage in self._stages.values():
-            stage.finish_step(alone if replicas is None else replicas.gather)
+            stage.finish_step(single_replica if replicas is None else replicas.gather)
         self._transport.finish_step()
-        return recording
+        return timings
 
     def call_gradient_hooks(self) -> None:
         """Call the hooks of `register_post_accumulate_grad_hook`, once the gradients of a mini-batch are complete."""
-        for parameter in self._hooked:
+        for parameter in self._hooked_parameters:
             if parameter.grad is not None:
                 for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
                     hook(parameter)
 
     @contextmanager
     def _without_gradient_hooks(self) -> Iterator[None]:
-        hooks = [parameter._post_accumulate_grad_hooks for parameter in self._hooked]
-        for parameter in self._hooked:
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in self._hooked_parameters]
+        for parameter in self._hooked_parameters:
             parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave them in autograd
         try:
             yield
         finally:
-            for parameter, of_parameter in zip(self._hooked, hooks, strict=True):
+            for parameter, of_parameter in zip(self._hooked_parameters, hooks, strict=True):
                 parameter._post_accumulate_grad_hooks = of_parameter
 
-    def settle(self) -> None:
+    def drain_sends(self) -> None:
         """Wait until the last step's tensors have left this process; call this before discarding the executor."""
-        self._transport.settle()
+        self._transport.drain_sends()
 
-    def _perform(self, scheduled: _Scheduled, micro_batches: Sequence[Tensors], recording: Recording) -> None:
+    def _perform(self, scheduled: _ScheduledAction, micro_batches: Sequence[Tensors], timings: StepTimings) -> None:
         """Perform an action on stage k, in four steps; the recording gets the time between them.
 
              1. receive             2. compute                           3. send        4. post
@@ -147,7 +153,7 @@ class Executor:
         W                           compute the weights' gradients
         """
         action = scheduled.action
-        stage, clock = self._stages[action.stage], self.recorder.clocks[action.stage]
+        stage, clock = self._stages[action.stage], self.timer.clocks[action.stage]
         given: OptionalTensors = ()
         try:
             begun = clock.now()
@@ -157,32 +163,32 @@ class Executor:
                 given = self._transport.receive(action)
             elif action.kind is Kind.F:
                 given = micro_batches[action.micro_batch]
-            received, core_before = clock.now(), clock.core_seconds()
+            received, cpu_before = clock.now(), clock.cpu_seconds()
 
             # 2. Compute. This is the span that a timeline shows.
             with using_device(stage.device):  # kernels that layers launch themselves go to the current device
-                result = self._compute(stage, action, given, scheduled.keep)
-            core_after, computed = clock.core_seconds(), clock.now()
+                result = self._compute(stage, action, given, scheduled.retain)
+            cpu_after, computed = clock.cpu_seconds(), clock.now()
 
             # 3. Send on to stage k+1, or back to stage k-1.
             if scheduled.sends:
                 self._transport.send(action, result)
 
             # 4. Post the receives that waited for this action to be launched, or for a buffer that it has used.
-            self._transport.launched()
-            recording.action(action.stage, begun, received, computed, clock.now(), core_after - core_before)
+            self._transport.after_action()
+            timings.mark_action(action.stage, begun, received, computed, clock.now(), cpu_after - cpu_before)
         except (PeerLostError, ChangedInputError):
             raise
         except Exception as error:
-            kind = "gradient" if action.kind in RETURNS else "input"
+            kind = "gradient" if action.kind in SENDS_GRADIENT else "input"
             shapes = stage.layer_shapes if stage.layer_name else shapes_of(given)
             what = f"{kind} {shapes}" if shapes else f"micro-batch {action.micro_batch}"
             raise ActionFailedError(action, stage.layer_name, what, error) from error
 
     @staticmethod
-    def _compute(stage: Stage, action: Action, given: OptionalTensors, keep: Retain) -> OptionalTensors:
+    def _compute(stage: Stage, action: Action, given: OptionalTensors, retain: Retain) -> OptionalTensors:
         if action.kind is Kind.F:
-            return stage.forward(action.micro_batch, tuple(t for t in given if t is not None), keep)
+            return stage.forward(action.micro_batch, tuple(t for t in given if t is not None), retain)
         if not stage.needs_backward:
             return (None,) * len(stage.inputs)
         match action.kind:
@@ -199,13 +205,19 @@ class Executor:
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
-def _scheduled(schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]) -> Sequence[_Scheduled]:
+def _actions_in_order(
+    schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
+) -> Sequence[_ScheduledAction]:
     """The actions of `stages` in the order in which their process performs them."""
     in_order = []
-    for action, keep in linearize_retained(schedule, device_of_stage):
+    for action, retain in order_with_saved_state(schedule, device_of_stage):
         if action.stage in stages:
-            ahead = action.kind is Kind.F and action.stage < len(device_of_stage) - 1
-            back = action.kind in RETURNS and action.stage > 0
+            sends_outputs = action.kind is Kind.F and action.stage < len(device_of_stage) - 1
+            sends_gradients = action.kind in SENDS_GRADIENT and action.stage > 0
             is_last = action == schedule.stages[action.stage][-1]
-            in_order.append(_Scheduled(action, keep, schedule.source(action) is not None, ahead or back, is_last))
+            in_order.append(
+                _ScheduledAction(
+                    action, retain, schedule.source(action) is not None, sends_outputs or sends_gradients, is_last
+                )
+            )
     return in_order

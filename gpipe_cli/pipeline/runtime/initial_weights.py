@@ -14,7 +14,7 @@ from torch import nn
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import SkipSequential, Stash
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
-from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, set_parameter
+from gpipe_cli.pipeline.runtime.tied_weights import Tie, set_parameter, uses_in
 
 NO_VALUES = (
     "has no values, as it was kept from a call on the meta device (by functools.cache, or in a global variable); make "
@@ -33,31 +33,31 @@ def materialize(
     layers: int,
     *,
     run_seed: int,
-    whole: Callable[[], nn.Sequential] | None = None,
+    build_whole: Callable[[], nn.Sequential] | None = None,
     ties: Sequence[Tie] = (),
 ) -> nn.Sequential:
     """Initialise `layers` layers of `model`, from number `first_layer` on; they keep their global names.
 
     `model` is on the meta device: a process allocates and initialises only its own layers. They are on the CPU, so that
-    their values are the same for every kind of device. If layers cannot initialise themselves, `whole` builds the model
-    instead, with all values and from the run's seed, and the layers are taken from that. A tied weight has the values
-    that the first layer with it gives it; all its uses are the same parameter. Raises InputError for a layer that
-    cannot initialise itself, or that has tensors of an earlier call on the meta device.
+    their values are the same for every kind of device. If layers cannot initialise themselves, `build_whole` builds the
+    model instead, with all values and from the run's seed, and the layers are taken from that. A tied weight has the
+    values that the first layer with it gives it; all its uses are the same parameter. Raises InputError for a layer
+    that cannot initialise itself, or that has tensors of an earlier call on the meta device.
     """
-    if whole is not None:
+    if build_whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
-        model = whole()
+        model = build_whole()
     stage = SkipSequential() if any(isinstance(layer, Stash) for layer in model) else nn.Sequential()
     for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
         # copies, as a later stage of this process may need the first layer with a tied weight as it was described
-        stage.add_module(name, deepcopy(layer) if ties and whole is None else layer)
-        if whole is None:
+        stage.add_module(name, deepcopy(layer) if ties and build_whole is None else layer)
+        if build_whole is None:
             _initialise(name, stage.get_submodule(name), run_seed)
     for tie in ties:
-        if used := here(tie, stage):
+        if used := uses_in(tie, stage):
             holder: nn.Sequential = stage
             first = tie.layers[0]
-            if whole is None and first not in stage._modules:
+            if build_whole is None and first not in stage._modules:
                 holder = nn.Sequential(OrderedDict({first: deepcopy(model.get_submodule(first))}))
                 _initialise(first, holder.get_submodule(first), run_seed)
             value = holder.get_parameter(tie.name if first in holder._modules else used[0][0])

@@ -53,11 +53,11 @@ class LayerBuffers:
         self._changing: set[int] | None = None  # positions in `_all`; None before the first forward
 
     @contextmanager
-    def keeping(self) -> Iterator[ChangedBuffers]:
+    def save_changed(self) -> Iterator[ChangedBuffers]:
         """Inside, a forward runs that will be run again; afterwards the list has what it changed. Raises InputError for
         a buffer that changes although it did not in the first forward, as its earlier value is lost."""
-        watched = range(len(self._all)) if self._changing is None else self._changing
-        values = {at: _copy(self._all[at].read()) for at in watched}
+        compared = range(len(self._all)) if self._changing is None else self._changing
+        values = {at: _copy(self._all[at].read()) for at in compared}
         before = self._versions()
         changed: ChangedBuffers = []
         yield changed
@@ -65,7 +65,7 @@ class LayerBuffers:
         if self._changing is None:
             unseen = {
                 id(self._all[at].buffers)
-                for at in set(watched) - changing
+                for at in set(compared) - changing
                 if _changed(self._all[at].read(), values[at])
             }
             self._changing = changing | {at for at, entry in enumerate(self._all) if id(entry.buffers) in unseen}
@@ -78,7 +78,7 @@ class LayerBuffers:
         changed += [(self._all[at], values[at]) for at in self._changing]
 
     @contextmanager
-    def restored(self, changed: ChangedBuffers) -> Iterator[None]:
+    def swap_in(self, changed: ChangedBuffers) -> Iterator[None]:
         """Inside, the layers run again, with the buffers that their forward began with."""
         current = [(entry, entry.read()) for entry, _ in changed]
         for entry, value in changed:

@@ -32,7 +32,7 @@ def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool
         returned = layer(as_value(inputs, in_tuple))
     except RuntimeError as error:
         # autograd refuses an in-place change of a leaf with a plain RuntimeError
-        if type(error) is RuntimeError and _changes(layer, inputs, in_tuple):
+        if type(error) is RuntimeError and _changes_inputs(layer, inputs, in_tuple):
             raise ChangedInputError(name) from error
         raise
     if [tensor._version for tensor in inputs] != versions:
@@ -41,12 +41,13 @@ def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool
 
 
 def traced_call(
-    name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool, *, watched: bool
+    name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool, *, check_in_place: bool
 ) -> torch.Tensor | Sequence[torch.Tensor]:
     """Run a layer on the meta device and return what it returns. Raises InputError, with the layer's name, if the layer
-    raises or returns anything but tensors, and ChangedInputError if it is `watched` and changes its input in place."""
+    raises or returns anything but tensors, and ChangedInputError if it is `check_in_place` and changes its input in
+    place."""
     try:
-        returned = call(name, layer, inputs, in_tuple) if watched else layer(as_value(inputs, in_tuple))
+        returned = call(name, layer, inputs, in_tuple) if check_in_place else layer(as_value(inputs, in_tuple))
     except ChangedInputError:
         raise
     except InputError as error:
@@ -70,7 +71,7 @@ def shapes_of(tensors: Iterable[torch.Tensor | None]) -> str:
 
 
 @torch.no_grad()
-def _changes(layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> bool:
+def _changes_inputs(layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> bool:
     """Whether a layer that raised would change its input in place if autograd did not refuse that."""
     given = tuple(tensor.clone() for tensor in inputs)
     versions = [tensor._version for tensor in given]

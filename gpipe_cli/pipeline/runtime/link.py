@@ -26,7 +26,7 @@ from gpipe_cli.system.accelerator import is_accelerator
 Edge: TypeAlias = tuple[Kind, int, int]
 """What is sent (F: activations, B: gradients), and the indices of the stages that send and receive it."""
 _SMALL_BYTES = 64 << 10  # of a send that the calling thread makes itself
-_SENDS_AT_ONCE = 16  # small sends that are waited for together: at most 1 MiB is released later than it could be
+_SENDS_PER_BATCH = 16  # small sends that are waited for together: at most 1 MiB is released later than it could be
 
 
 class Work(Protocol):
@@ -54,7 +54,7 @@ class Links:
     """The links of a process, by edge, and how long it waits for a message: at most `timeout_seconds`, or
     `connect_seconds` for the first message between GPUs, which also connects them. Waits are inside `waits`."""
 
-    of_edge: Mapping[Edge, Link]
+    by_edge: Mapping[Edge, Link]
     timeout_seconds: float
     connect_seconds: float
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -95,11 +95,11 @@ class GlooLink(GroupLink):
         self._rank = dist.get_group_rank(group, peer)
         self._sends = SimpleQueue["list[_Send] | None"]()
         # a daemon, as a program that fails must not wait at its end for a peer that receives nothing any more
-        self._thread = Thread(target=_end_each, args=(self._sends,), name="gpipe-send", daemon=True)
+        self._thread = Thread(target=_finish_sends, args=(self._sends,), name="gpipe-send", daemon=True)
         self._thread.start()
         finalize(self, self._sends.put, None)
         self._are_small = True
-        self._newest: list[_Send] = []  # not handed over yet
+        self._queued: list[_Send] = []  # not handed over yet
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
         send = _Send(tensors, partial(self._group.send, tag=0), self._rank)
@@ -107,13 +107,13 @@ class GlooLink(GroupLink):
         self._are_small = self._are_small and sum(tensor.nbytes for tensor in tensors) < _SMALL_BYTES
         if self._are_small:
             send.begin()
-        self._newest.append(send)
-        if not self._are_small or len(self._newest) == _SENDS_AT_ONCE:
-            self._newest = [newest for newest in self._newest if not newest.is_completed()]
-            for newest in self._newest:
-                newest.hand_over()
-            self._sends.put(self._newest)
-            self._newest = []
+        self._queued.append(send)
+        if not self._are_small or len(self._queued) == _SENDS_PER_BATCH:
+            self._queued = [queued for queued in self._queued if not queued.is_completed()]
+            for queued in self._queued:
+                queued.hand_over()
+            self._sends.put(self._queued)
+            self._queued = []
         return [send]
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
@@ -131,15 +131,15 @@ class _Send:
     def __init__(self, tensors: list[torch.Tensor], function: Callable[..., Work], rank: int) -> None:
         self._tensors, self._function, self._rank = tensors, function, rank
         self._works: list[Work] | None = None  # None before it has begun
-        self._ended: Future[None] | None = None  # of the thread that it was handed over to
+        self._finished: Future[None] | None = None  # of the thread that it was handed over to
 
     def begin(self) -> None:
         self._works = [self._function([tensor], self._rank) for tensor in self._tensors]
 
     def hand_over(self) -> None:
-        self._ended = Future()
+        self._finished = Future()
 
-    def end(self, timeout: timedelta = timedelta(0)) -> None:
+    def finish(self, timeout: timedelta = timedelta(0)) -> None:
         """Wait for the send, and release its tensors. A second wait for Gloo's work would never return."""
         if self._works is None:
             self.begin()
@@ -147,33 +147,33 @@ class _Send:
             self._works.pop().wait(timeout)
         self._tensors.clear()
 
-    def end_in_thread(self) -> None:
-        assert self._ended is not None
+    def finish_in_thread(self) -> None:
+        assert self._finished is not None
         try:
-            self.end()
-            self._ended.set_result(None)
+            self.finish()
+            self._finished.set_result(None)
         except Exception as error:
-            self._ended.set_exception(error)
+            self._finished.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0: no limit, as in torch
-        if self._ended is None:
-            self.end(timeout)
+        if self._finished is None:
+            self.finish(timeout)
             return
         try:
-            self._ended.result(timeout.total_seconds() or None)
+            self._finished.result(timeout.total_seconds() or None)
         except TimeoutError as error:
             raise RuntimeError(f"nothing was received for {timeout.total_seconds():g} s") from error
 
     def is_completed(self) -> bool:
-        if self._ended is None:
+        if self._finished is None:
             return self._works == []
-        return self._ended.done() and self._ended.exception() is None
+        return self._finished.done() and self._finished.exception() is None
 
 
-def _end_each(sends: "SimpleQueue[list[_Send] | None]") -> None:
+def _finish_sends(sends: "SimpleQueue[list[_Send] | None]") -> None:
     while (handed_over := sends.get()) is not None:
         for send in handed_over:
-            send.end_in_thread()
+            send.finish_in_thread()
 
 
 def wait_for(works: Sequence[Work], device: torch.device, timeout: timedelta) -> None:

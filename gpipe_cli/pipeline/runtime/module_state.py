@@ -16,7 +16,7 @@ Attributes: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 @contextmanager
-def putting_back(module: nn.Module) -> Iterator[Attributes]:
+def restoring_state(module: nn.Module) -> Iterator[Attributes]:
     """Restores buffers, attributes and gradients below `module`; inside, gradients begin as None. Attributes that are
     taken out of the list that this gives stay as they are then."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -42,6 +42,6 @@ def attributes_of(module: nn.Module) -> Attributes:
     return [(entries, dict(entries)) for inner in module.modules() for entries in (vars(inner), inner._buffers)]
 
 
-def other_generators() -> bytes:
+def python_and_numpy_rng_state() -> bytes:
     """The states of the generators that torch does not control and no stage seeds."""
     return pickle.dumps((random.getstate(), np.random.get_state(legacy=True)))

@@ -18,7 +18,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, OptionalTensors, as_sent, layout_strides
 from gpipe_cli.pipeline.runtime.link import Edge, Links, Work, await_first, wait_for
 from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
-from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, waiting_for_peers
 from gpipe_cli.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
@@ -27,30 +27,30 @@ from gpipe_cli.units import plural
 
 
 class P2PTransport:
-    """Moves tensors for the stages of process number `process`, which compute on `device`; `process_of_stage` has the
+    """Moves tensors for the stages of process number `rank`, which compute on `device`; `rank_of_stage` has the
     process of every stage. Raises PeerLostError if a neighbour does not connect.
 
-    `early`: receives are posted as soon as their buffers are free. Otherwise they are posted so that a GPU may block a
-    launch without a deadlock (`schedule/prefetched_receives.py`). By default receives are early on a CPU only.
+    `post_eagerly`: receives are posted as soon as their buffers are free. Otherwise they are posted so that a GPU may
+    block a launch without a deadlock (`schedule/prefetched_receives.py`). By default receives are early on a CPU only.
     """
 
     def __init__(
         self,
-        process: int,
-        process_of_stage: Sequence[int],
+        rank: int,
+        rank_of_stage: Sequence[int],
         links: Links,
         boundaries: Boundaries,
         device: torch.device,
-        early: bool | None = None,
+        post_eagerly: bool | None = None,
     ) -> None:
-        self._process, self._process_of_stage, self._links = process, tuple(process_of_stage), links.of_edge
+        self._rank, self._rank_of_stage, self._links = rank, tuple(rank_of_stage), links.by_edge
         self._boundaries = boundaries
         self._routes = Routes()
         self._device, self._memory_format = device, boundaries.memory_format
-        self._early = not is_accelerator(device) if early is None else early
+        self._post_eagerly = not is_accelerator(device) if post_eagerly is None else post_eagerly
         self._timeout = datetime.timedelta(seconds=links.timeout_seconds)
         self._waits = links.waits
-        self._local = LocalTransport([device] * len(process_of_stage), boundaries)  # between stages that are both here
+        self._local = LocalTransport([device] * len(rank_of_stage), boundaries)  # between stages that are both here
         # sends in flight, with their tensors, which must live until they have been sent
         self._sends: deque[tuple[Sequence[torch.Tensor], Sequence[Work]]] = deque()
         self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # (edge, buffer, tensor) -> memory, only grows
@@ -67,14 +67,16 @@ class P2PTransport:
         self._connect(links.connect_seconds)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        self.settle()
+        self.drain_sends()
         routes = self._boundaries.routes(schedule)
         if routes is not self._routes or lengths != self._lengths:
             self._shapes.clear()
         self._routes, self._sizes, self._lengths = routes, sizes, lengths
         self._local.begin_step(schedule, sizes, lengths)
         self._to_post = deque(
-            prefetched_receives(schedule, self._process_of_stage, self._process, self._routes.pairs, early=self._early)
+            prefetched_receives(
+                schedule, self._rank_of_stage, self._rank, self._routes.pairs, post_eagerly=self._post_eagerly
+            )
         )
         self._launched = 0
         self._ends.clear()
@@ -83,7 +85,7 @@ class P2PTransport:
         self._post()
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        for receiver, routed in self._routes.sent(action, tensors):
+        for receiver, routed in self._routes.outgoing(action, tensors):
             self._send_to(receiver, action, routed)
 
     def _send_to(self, receiver: int, action: Action, tensors: OptionalTensors) -> None:
@@ -129,7 +131,7 @@ class P2PTransport:
             )
 
     def receive(self, action: Action) -> OptionalTensors:
-        return self._routes.received(action, partial(self._receive_from, action))
+        return self._routes.incoming(action, partial(self._receive_from, action))
 
     def _receive_from(self, action: Action, sender: int) -> OptionalTensors:
         edge = (action.kind.direction, sender, action.stage)
@@ -142,7 +144,7 @@ class P2PTransport:
         arrived = iter(tensors)
         return tuple(next(arrived) if action.kind is Kind.F or t.has_gradient else None for t in self._boundary(edge))
 
-    def launched(self) -> None:
+    def after_action(self) -> None:
         self._launched += 1
         if self._receiving is not None:
             self._ends[self._launched] = current_stream(self._device).record_event()
@@ -154,7 +156,7 @@ class P2PTransport:
         assert not self._posted, f"never received: {[str(action) for action, _ in self._posted]}"
         assert not self._to_post, f"never posted: {[str(receive.action) for receive in self._to_post]}"
 
-    def settle(self) -> None:
+    def drain_sends(self) -> None:
         while self._sends:
             tensors, works = self._sends.popleft()
             self._finish(works)
@@ -173,16 +175,16 @@ class P2PTransport:
             with on_stream(self._receiving):
                 tensors = [self._buffer((edge, receive.buffer, i), *tensor) for i, tensor in enumerate(awaited)]
                 if receive.freed:
-                    self._let_leave({storage_of(tensor) for tensor in tensors})
+                    self._wait_for_aliasing_sends({storage_id(tensor) for tensor in tensors})
                 with self._waiting(f"receive from process {self._links[edge].peer}"):
                     works = self._links[edge].receive([as_sent(tensor, self._memory_format) for tensor in tensors])
             self._posted[receive.action, edge] = works, tensors
 
-    def _let_leave(self, storages: set[int]) -> None:
+    def _wait_for_aliasing_sends(self, storages: set[int]) -> None:
         """Wait for sends from these storages: a layer may have passed on its input, or a part of it, whose receive
         buffer is about to be overwritten."""
         for tensors, works in self._sends:
-            if not storages.isdisjoint(map(storage_of, tensors)):
+            if not storages.isdisjoint(map(storage_id, tensors)):
                 self._finish(works)  # on a GPU only this stream waits: the tensors must live until the send is done
 
     def _boundary(self, edge: Edge) -> Boundary:
@@ -210,7 +212,7 @@ class P2PTransport:
         for (_, _, stage), link in sorted(self._links.items()):
             token = [torch.zeros(1, device=self._device)]
             with self._waiting(f"connect to process {link.peer}"):
-                works = link.receive(token) if self._process_of_stage[stage] == self._process else link.send(token)
+                works = link.receive(token) if self._rank_of_stage[stage] == self._rank else link.send(token)
                 self._wait(works)
                 await_first(works, self._device, seconds)
 
@@ -223,4 +225,4 @@ class P2PTransport:
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         hint = "; NCCL_DEBUG=WARN says more" if is_accelerator(self._device) else ""
-        return waiting_for_peers(self._waits(), f"process {self._process} could not {what}", hint)
+        return waiting_for_peers(self._waits(), f"process {self._rank} could not {what}", hint)

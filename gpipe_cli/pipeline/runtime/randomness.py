@@ -52,7 +52,7 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 
 @contextmanager
-def keeping_generators(devices: Iterable[torch.device]) -> Iterator[None]:
+def restoring_rng_state(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restores the default generators afterwards, for a program that draws numbers of its own: otherwise each process
     would go on from the seed of another layer."""
     states = [(generator, generator.get_state()) for device in devices for generator in generators(device)]

@@ -42,7 +42,7 @@ class _Bucket:
     parameters: Sequence[nn.Parameter]
     places: Sequence[tuple[Any, Any, int]]  # shape, strides as autograd gives them, and offset of each gradient
     part: int  # elements that each replica sums
-    pending: int = 0  # gradients that may still change in this step
+    grads_missing: int = 0  # gradients that may still change in this step
     buffer: torch.Tensor | None = None  # (R, part): gradients in memory order, later their sums; padding is not read
     views: Sequence[torch.Tensor] = ()  # the gradients in `buffer`
     received: torch.Tensor | None = None  # (R, part): from each replica, the part that this replica sums
@@ -59,9 +59,11 @@ class Replicas:
     size: int
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
     _buckets: list[_Bucket] = field(default_factory=list)  # in the order in which all replicas sum them
-    _begun: int = 0  # how many of these buckets are being summed
+    _launched: int = 0  # how many of these buckets are being summed
     _with_gradient: set[nn.Parameter] = field(default_factory=set)  # in this step, in this replica
-    _used: set[nn.Parameter] | None = None  # parameters that got a gradient in the first step, in any replica
+    _used_parameters: set[nn.Parameter] | None = (
+        None  # parameters that got a gradient in the first step, in any replica
+    )
 
     def connect(self, seconds: float) -> None:
         """Send one message of each kind over each group, in the same order in all processes. NCCL connects at the first
@@ -93,19 +95,19 @@ class Replicas:
                 bucket for stage in sorted(stages, reverse=True) for bucket in _buckets(stage, stages[stage], self.size)
             ]
         for bucket in self._buckets:
-            bucket.pending = len(bucket.parameters)
-        self._begun = 0
+            bucket.grads_missing = len(bucket.parameters)
+        self._launched = 0
         self._with_gradient.clear()
 
     @contextmanager
-    def last_action(self, stage: int) -> Iterator[None]:
+    def overlapping_last_action(self, stage: int) -> Iterator[None]:
         """Inside, a gradient of `stage` that has been accumulated is final; afterwards all are, and a parameter without
         a gradient gets none in this step. No earlier action makes a gradient final: a weight may wait for its W in some
         micro-batches only. Raises InputError for a gradient that was added to after it had been sent."""
 
         def note_final(bucket: _Bucket, parameter: torch.Tensor) -> None:
-            bucket.pending -= 1
-            self._begin()
+            bucket.grads_missing -= 1
+            self._launch_ready_sums()
 
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(note_final, bucket))
@@ -125,8 +127,8 @@ class Replicas:
                         f"replicas={self.size}: a layer of stage {stage} adds to a gradient several times in one "
                         "backward, by a backward of its own; use replicas=1, or let autograd run it"
                     )
-                bucket.pending = 0
-        self._begin()
+                bucket.grads_missing = 0
+        self._launch_ready_sums()
 
     def finish(self) -> None:
         """Wait until all gradients are summed over replicas; `.grad` then has the sums, and is None for parameters that
@@ -143,9 +145,9 @@ class Replicas:
                     sums += part
                 group = self.groups[sums.device]
                 gathered.append(_all_gather(bucket.buffer.view(-1), sums, group))
-        if self._used is None:
-            self._used = self._used_in_any()
-        summed = self._with_gradient or self._used
+        if self._used_parameters is None:
+            self._used_parameters = self._exchange_used()
+        summed = self._with_gradient or self._used_parameters
         for bucket, work in zip(self._buckets, gathered, strict=True):
             with self._waiting():
                 work.wait()
@@ -154,7 +156,7 @@ class Replicas:
             bucket.buffer = bucket.received = bucket.work = None
             bucket.views = ()
 
-    def _used_in_any(self) -> set[nn.Parameter]:
+    def _exchange_used(self) -> set[nn.Parameter]:
         """The parameters that have got a gradient in any replica in this step. The host waits for this exchange."""
         used = set[nn.Parameter]()
         for device in self.groups:
@@ -164,11 +166,11 @@ class Replicas:
             used |= {parameter for parameter, count in zip(parameters, counts, strict=True) if count}
         return used
 
-    def _begin(self) -> None:
+    def _launch_ready_sums(self) -> None:
         """Begin to sum buckets whose gradients are final, in order: other replicas may get to them in another order."""
-        while self._begun < len(self._buckets) and not self._buckets[self._begun].pending:
-            bucket = self._buckets[self._begun]
-            self._begun += 1
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].grads_missing:
+            bucket = self._buckets[self._launched]
+            self._launched += 1
             first = bucket.parameters[0]
             indices = [index for index, parameter in enumerate(bucket.parameters) if parameter.grad is not None]
             allocate = torch.empty if len(indices) == len(bucket.parameters) else torch.zeros
@@ -195,7 +197,7 @@ def _buckets(stage: int, module: nn.Module, replicas: int) -> Iterator[_Bucket]:
     """The buckets of a stage: its trained parameters from last to first, as a backward gets to them."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for (dtype, _), alike in groupby(reversed(trained), key=lambda parameter: (parameter.dtype, parameter.device)):
-        for parameters in _filled(alike):
+        for parameters in _fill_buckets(alike):
             aligned = ALIGNED_BYTES // dtype.itemsize
             sizes = [-(-parameter.numel() // aligned) * aligned for parameter in parameters]
             *offsets, length = accumulate(sizes, initial=0)
@@ -206,7 +208,7 @@ def _buckets(stage: int, module: nn.Module, replicas: int) -> Iterator[_Bucket]:
             yield _Bucket(stage, parameters, places, part=-(-length // (replicas * aligned)) * aligned)
 
 
-def _filled(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _fill_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         bucket.append(parameter)

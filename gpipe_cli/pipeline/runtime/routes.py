@@ -54,19 +54,19 @@ class Routes:
     def __init__(self, routes: Sequence[Route] | None = None) -> None:
         """`routes`: None if a stage sends all its outputs to the next stage."""
         self._routes = routes
-        self._ahead: dict[int, list[Route]] = {}
-        self._back: dict[int, list[Route]] = {}
+        self._by_sender: dict[int, list[Route]] = {}
+        self._by_receiver: dict[int, list[Route]] = {}
         for route in routes or ():
-            self._ahead.setdefault(route.sender, []).append(route)
-            self._back.setdefault(route.receiver, []).append(route)
+            self._by_sender.setdefault(route.sender, []).append(route)
+            self._by_receiver.setdefault(route.receiver, []).append(route)
 
-    def peers(self, stage: int, *, ahead: bool) -> list[tuple[int, Route | None]]:
+    def peers(self, stage: int, *, forward: bool) -> list[tuple[int, Route | None]]:
         """The later stages that `stage` sends outputs to, or the earlier stages that send to it, with the routes."""
         if self._routes is None:
-            return [(stage + 1 if ahead else stage - 1, None)]
-        if ahead:
-            return [(route.receiver, route) for route in self._ahead.get(stage, ())]
-        return [(route.sender, route) for route in self._back.get(stage, ())]
+            return [(stage + 1 if forward else stage - 1, None)]
+        if forward:
+            return [(route.receiver, route) for route in self._by_sender.get(stage, ())]
+        return [(route.sender, route) for route in self._by_receiver.get(stage, ())]
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -75,27 +75,27 @@ class Routes:
 
     def tensors(self, sender: int, receiver: int) -> Boundary:
         """What stage `sender` hands to stage `receiver` after a forward."""
-        return next(route.tensors for route in self._ahead[sender] if route.receiver == receiver)
+        return next(route.tensors for route in self._by_sender[sender] if route.receiver == receiver)
 
-    def sent(self, action: Action, tensors: OptionalTensors) -> Iterator[tuple[int, OptionalTensors]]:
+    def outgoing(self, action: Action, tensors: OptionalTensors) -> Iterator[tuple[int, OptionalTensors]]:
         """The stages that get results of an action, each with the tensors that it gets."""
-        ahead = action.kind is Kind.F
-        for peer, route in self.peers(action.stage, ahead=ahead):
+        forward = action.kind is Kind.F
+        for peer, route in self.peers(action.stage, forward=forward):
             if route is None:
                 yield peer, tensors
             else:
-                yield peer, tuple(tensors[place] for place in (route.outputs if ahead else route.inputs))
+                yield peer, tuple(tensors[place] for place in (route.outputs if forward else route.inputs))
 
-    def received(self, action: Action, receive: Callable[[int], OptionalTensors]) -> OptionalTensors:
+    def incoming(self, action: Action, receive: Callable[[int], OptionalTensors]) -> OptionalTensors:
         """The tensors that an action needs; `receive` gives those that a stage has sent for it."""
-        ahead = action.kind is not Kind.F
-        received: dict[int, torch.Tensor | None] = {}
-        for peer, route in self.peers(action.stage, ahead=ahead):
+        forward = action.kind is not Kind.F
+        incoming: dict[int, torch.Tensor | None] = {}
+        for peer, route in self.peers(action.stage, forward=forward):
             tensors = receive(peer)
             if route is None:
                 return tensors
-            received |= zip(route.outputs if ahead else route.inputs, tensors, strict=True)
-        return tuple(received[place] for place in sorted(received))
+            incoming |= zip(route.outputs if forward else route.inputs, tensors, strict=True)
+        return tuple(incoming[place] for place in sorted(incoming))
 
 
 def inputs_of(boundaries: Sequence[Boundary], stage: int) -> Boundary:
@@ -121,17 +121,19 @@ def routes(boundaries: Sequence[Boundary]) -> tuple[Route, ...]:
     stages = range(len(boundaries) + 1)
     receivers = {tensor.skip: k for k in stages for tensor in inputs_of(boundaries, k) if tensor.skip}
     senders = {tensor.skip: k for k in stages for tensor in outputs_of(boundaries, k) if tensor.skip}
-    made = []
+    found_routes = []
     for sender in stages[:-1]:
         outputs = outputs_of(boundaries, sender)
         output_receivers = [receivers[tensor.skip] if tensor.skip else sender + 1 for tensor in outputs]
         for receiver in sorted({sender + 1, *output_receivers}):
             inputs = inputs_of(boundaries, receiver)
             input_senders = [senders[tensor.skip] if tensor.skip else receiver - 1 for tensor in inputs]
-            sent = tuple(place for place, stage in enumerate(output_receivers) if stage == receiver)
-            taken = tuple(place for place, stage in enumerate(input_senders) if stage == sender)
-            made.append(Route(sender, receiver, sent, taken, tuple(outputs[place] for place in sent)))
-    return tuple(made)
+            outgoing = tuple(place for place, stage in enumerate(output_receivers) if stage == receiver)
+            input_places = tuple(place for place, stage in enumerate(input_senders) if stage == sender)
+            found_routes.append(
+                Route(sender, receiver, outgoing, input_places, tuple(outputs[place] for place in outgoing))
+            )
+    return tuple(found_routes)
 
 
 def forward_bytes(boundaries: Sequence[Boundary], samples: int, lengths: Sequence[int] = ()) -> tuple[int, int]:

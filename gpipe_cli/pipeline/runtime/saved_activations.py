@@ -25,75 +25,75 @@ class ActivationCounter:
     def __init__(self) -> None:
         self.on = False
         self.peak_bytes = 0  # the most bytes held at once since the step began
-        self._static: set[int] = set()  # storages that are not counted
-        self._held: dict[int, StorageBytes] = {}  # by micro-batch
-        # not in `_held`, as a gradient may get memory that autograd frees during the same backward
+        self._uncounted: set[int] = set()  # storages that are not counted
+        self._saved: dict[int, StorageBytes] = {}  # by micro-batch
+        # not in `_saved`, as a gradient may get memory that autograd frees during the same backward
         self._gradients: dict[int, StorageBytes] = {}
 
     @property
     def bytes(self) -> int:
         """The bytes held now."""
-        return sum(held.bytes for held in (*self._held.values(), *self._gradients.values()))
+        return sum(saved.bytes for saved in (*self._saved.values(), *self._gradients.values()))
 
     def begin_step(self, module: nn.Module) -> None:
         """Reset all counts. The module's parameters and buffers are not counted."""
-        self._held.clear()
+        self._saved.clear()
         self._gradients.clear()
         self.peak_bytes = 0
         if self.on:
-            self._static = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+            self._uncounted = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     @contextmanager
-    def recording(
-        self, micro_batch: int, given: Iterable[torch.Tensor], static: Iterable[torch.Tensor]
+    def counting(
+        self, micro_batch: int, given: Iterable[torch.Tensor], uncounted: Iterable[torch.Tensor]
     ) -> Iterator[None]:
-        """Count what autograd saves inside for the backward of `micro_batch`, whose inputs are `given`. `static`
+        """Count what autograd saves inside for the backward of `micro_batch`, whose inputs are `given`. `uncounted`
         tensors, which are known only now, outlive the micro-batch and are not counted."""
         if not self.on:
             yield
             return
-        self._static |= {storage_of(tensor) for tensor in static}
-        held = self._held[micro_batch] = StorageBytes(self._static, given)
-        with counting_saved(held):
+        self._uncounted |= {storage_id(tensor) for tensor in uncounted}
+        saved = self._saved[micro_batch] = StorageBytes(self._uncounted, given)
+        with counting_saved(saved):
             yield
 
     @contextmanager
-    def also(self, micro_batch: int) -> Iterator[None]:
+    def counting_more(self, micro_batch: int) -> Iterator[None]:
         """Count what autograd saves inside, too, for a micro-batch that is counted already."""
-        if not self.on or micro_batch not in self._held:
+        if not self.on or micro_batch not in self._saved:
             yield
             return
-        with counting_saved(self._held[micro_batch]):
+        with counting_saved(self._saved[micro_batch]):
             yield
         self._note_peak()
 
-    def adopt(self, micro_batch: int, saved: "StorageBytes", inputs: Iterable[torch.Tensor]) -> None:
+    def count_replayed(self, micro_batch: int, saved: "StorageBytes", inputs: Iterable[torch.Tensor]) -> None:
         """Count what a graph that was just replayed keeps for the backward of a micro-batch, and its inputs."""
         if self.on:
-            self._held[micro_batch] = saved.copy()
-            self._held[micro_batch].add(inputs)
+            self._saved[micro_batch] = saved.copy()
+            self._saved[micro_batch].add(inputs)
             self._note_peak()
 
-    def adopt_weights(self, micro_batch: int, gradients: "StorageBytes", weights: "StorageBytes") -> None:
+    def count_replayed_weights(self, micro_batch: int, gradients: "StorageBytes", weights: "StorageBytes") -> None:
         """Count what a graph that was just replayed keeps from I to W, and the gradients that it kept during I."""
         if self.on:
             self._gradients[micro_batch] = gradients
             self._note_peak()
             self.drop(micro_batch)
-            self._held[micro_batch] = weights
+            self._saved[micro_batch] = weights
             self._note_peak()
 
-    def hold(self, micro_batch: int, given: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+    def count(self, micro_batch: int, given: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
         """Count `tensors` that the stage itself keeps for a micro-batch, whose inputs are `given`."""
-        self._add(self._held, micro_batch, tensors, given)
+        self._add(self._saved, micro_batch, tensors, given)
 
-    def hold_gradient(self, micro_batch: int, gradient: torch.Tensor) -> None:
+    def count_gradient(self, micro_batch: int, gradient: torch.Tensor) -> None:
         """Count a gradient that the stage keeps, during the backward that computed it."""
         self._add(self._gradients, micro_batch, (gradient,), ())
 
     def drop(self, micro_batch: int) -> None:
         """Stop counting a micro-batch, as its backward has ended."""
-        self._held.pop(micro_batch, None)
+        self._saved.pop(micro_batch, None)
         self._gradients.pop(micro_batch, None)
 
     def _add(
@@ -104,7 +104,7 @@ class ActivationCounter:
         given: Iterable[torch.Tensor],
     ) -> None:
         if self.on:
-            counted.setdefault(micro_batch, StorageBytes(self._static, given)).add(tensors)
+            counted.setdefault(micro_batch, StorageBytes(self._uncounted, given)).add(tensors)
             self._note_peak()
 
     def _note_peak(self) -> None:
@@ -115,11 +115,11 @@ class ActivationCounter:
 def counting_saved(counted: "StorageBytes") -> Iterator[None]:
     """Inside, the memory of every tensor that autograd saves for a backward is added to `counted`."""
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         counted.add((tensor,))
         return tensor.detach()  # the tensor itself refers to the graph that would keep it
 
-    with saved_tensors_hooks(keep, lambda kept: kept):
+    with saved_tensors_hooks(save, lambda saved: saved):
         yield
 
 
@@ -135,7 +135,7 @@ class ByteRange:
     def bytes(self) -> int:
         return self.end - self.start
 
-    def meets(self, other: "ByteRange") -> bool:
+    def overlaps(self, other: "ByteRange") -> bool:
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
@@ -145,14 +145,14 @@ def byte_range(tensor: torch.Tensor) -> ByteRange:
     start = int(tensor.storage_offset())
     width = tensor.dtype.itemsize
     end = start + reach + 1 if tensor.numel() else start
-    return ByteRange(storage_of(tensor), start * width, end * width)
+    return ByteRange(storage_id(tensor), start * width, end * width)
 
 
 def _whole_storage(tensor: torch.Tensor) -> ByteRange:
-    return ByteRange(storage_of(tensor), 0, int(tensor.untyped_storage().nbytes()))
+    return ByteRange(storage_id(tensor), 0, int(tensor.untyped_storage().nbytes()))
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -160,10 +160,10 @@ class StorageBytes:
     """The memory behind a set of tensors: whole storages, but of a `given` tensor's storage only the range from the
     first byte used to the last."""
 
-    def __init__(self, without: Collection[int] = (), given: Iterable[torch.Tensor] = ()) -> None:
-        """`without` are storages that do not count: parameters and buffers."""
-        self._without = without
-        self._given = {storage_of(tensor) for tensor in given}
+    def __init__(self, uncounted: Collection[int] = (), given: Iterable[torch.Tensor] = ()) -> None:
+        """`uncounted` are storages that do not count: parameters and buffers."""
+        self._uncounted = uncounted
+        self._given = {storage_id(tensor) for tensor in given}
         self._ranges: dict[int, ByteRange] = {}
         self.bytes = 0
 
@@ -173,11 +173,11 @@ class StorageBytes:
         return copied
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.add_ranges(byte_range(t) if storage_of(t) in self._given else _whole_storage(t) for t in tensors)
+        self.add_ranges(byte_range(t) if storage_id(t) in self._given else _whole_storage(t) for t in tensors)
 
     def add_ranges(self, spans: Iterable[ByteRange]) -> None:
         for span in spans:
-            if span.storage in self._without or not span.bytes:
+            if span.storage in self._uncounted or not span.bytes:
                 continue
             if (counted := self._ranges.get(span.storage)) is not None:
                 self.bytes -= counted.bytes
@@ -185,12 +185,12 @@ class StorageBytes:
             self._ranges[span.storage] = span
             self.bytes += span.bytes
 
-    def leave_out(self, storages: Iterable[int]) -> None:
-        """Stop counting these storages, as if `without` had named them."""
+    def exclude(self, storages: Iterable[int]) -> None:
+        """Stop counting these storages, as if `uncounted` had named them."""
         for storage in storages:
             if (span := self._ranges.pop(storage, None)) is not None:
                 self.bytes -= span.bytes
 
-    def meets(self, span: ByteRange) -> bool:
+    def overlaps(self, span: ByteRange) -> bool:
         counted = self._ranges.get(span.storage)
-        return counted is not None and counted.meets(span)
+        return counted is not None and counted.overlaps(span)

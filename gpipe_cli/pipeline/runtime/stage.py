@@ -35,18 +35,24 @@ from gpipe_cli.pipeline.runtime.boundary import (
     in_layout,
     without_graph,
 )
-from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layers, naming_layer
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
+from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layers, errors_name_layer
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import AllGather, BatchStatistics, defer_batch_norms, single_replica
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.known_layers import StageLayer, layers_of
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
-from gpipe_cli.pipeline.runtime.module_state import putting_back
+from gpipe_cli.pipeline.runtime.module_state import restoring_state
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import mix_in, step_seed
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
-from gpipe_cli.pipeline.runtime.stage_graphs import GraphKind, GraphMaker, Seeds, Slot, StageGraphs
+from gpipe_cli.pipeline.runtime.stage_graphs import (
+    CapturedMicroBatch,
+    CaptureKind,
+    CudaGraphCapturer,
+    Seeds,
+    StageCudaGraphs,
+)
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import generators, using_device
 
@@ -71,7 +77,9 @@ class _InFlight:
     inputs: Tensors
     # once there is an autograd graph: per output, the edge where its backward starts; None if it needs no gradient
     roots: tuple[GradientEdge | None, ...] | None = None
-    slot: Slot | None = None  # of replayed layers; `roots` are then those of the loss, which is not replayed
+    captured: CapturedMicroBatch | None = (
+        None  # of replayed layers; `roots` are then those of the loss, which is not replayed
+    )
     outputs: Tensors = ()  # the slot's outputs, as leaves of the loss's autograd graph
     changed: ChangedBuffers = field(default_factory=list)  # buffers of layers, with which a recomputation begins
 
@@ -83,10 +91,10 @@ class Stage:
     `inputs` describes what other stages send (`routes.py`; empty on the first stage), `evaluation_inputs` what they
     send in evaluation, if that differs; `outputs` what this stage sends on in training, if it is known. If neither this
     stage nor any before it has something to train, it only runs forward: it keeps nothing, and R, B, I and W do
-    nothing. Layers compute in `computed_in` where autocast uses it; `compiled`: in training they run compiled by
+    nothing. Layers compute in `autocast_dtype` where autocast uses it; `compiled`: in training they run compiled by
     torch.compile.
 
-    Raises InvalidSettingError if layers cannot be compiled here, and InputError as `tracking_norms` does.
+    Raises InvalidSettingError if layers cannot be compiled here, and InputError as `find_tracking_norms` does.
     """
 
     def __init__(
@@ -101,7 +109,7 @@ class Stage:
         device: torch.device,
         run_seed: int,
         memory_format: torch.memory_format = torch.contiguous_format,
-        computed_in: torch.dtype | None = None,
+        autocast_dtype: torch.dtype | None = None,
         compiled: bool = False,
     ) -> None:
         self.index, self.module, self.device, self.compiled = index, module, device, compiled
@@ -114,16 +122,16 @@ class Stage:
         self._skips = [[tensor.skip for tensor in boundary if tensor.skip] for boundary in (in_evaluation, inputs)]
         self._first_layer = first_layer
         self._memory_format = memory_format
-        self._computed_in = computed_in
+        self._autocast_dtype = autocast_dtype
         self.statistics = BatchStatistics()
         self._run_seed = run_seed
         self._step_seed = step_seed(run_seed, 0)
         self._first_micro_batch = 0
         self._objective: Objective | None = None
         self._saved: dict[int, _InFlight] = {}
-        self._deferred: dict[int, list[DeferredWeight] | Slot] = {}
+        self._deferred: dict[int, list[DeferredWeight] | CapturedMicroBatch] = {}
         self.counter = ActivationCounter()
-        self.graphs: StageGraphs | None = None  # see `use_graphs`
+        self.cuda_graphs: StageCudaGraphs | None = None  # see `use_cuda_graphs`
         self._split: frozenset[int] = frozenset()
         self._layers = layers_of(module, compiled=compiled)
         self._generators = generators(device)
@@ -136,7 +144,7 @@ class Stage:
         self._buffers = LayerBuffers(module, self.statistics.norms)
         self.frozen = [named for named in module.named_parameters() if not named[1].requires_grad]
         # recurrent layers run other kernels where no graph is recorded, on CPUs, with other bits
-        self._always_records = compiled or any(isinstance(inner, nn.RNNBase) for inner in module.modules())
+        self._always_builds_graph = compiled or any(isinstance(inner, nn.RNNBase) for inner in module.modules())
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
         )
@@ -145,16 +153,16 @@ class Stage:
         """Set training or evaluation mode; frozen modules stay in evaluation mode."""
         set_training(self.module, training)
 
-    def compute_in(self, dtype: torch.dtype | None) -> None:
+    def set_autocast_dtype(self, dtype: torch.dtype | None) -> None:
         """From now on, layers compute in `dtype` where autocast uses it; None: in the types of their inputs."""
-        if dtype is not self._computed_in and self.graphs is not None:
-            self.graphs.forget()
-        self._computed_in = dtype
+        if dtype is not self._autocast_dtype and self.cuda_graphs is not None:
+            self.cuda_graphs.free_memory()
+        self._autocast_dtype = dtype
 
-    def use_graphs(self, maker: GraphMaker) -> None:
+    def use_cuda_graphs(self, capturer: CudaGraphCapturer) -> None:
         """From now on, replay actions as graphs where that gives the same bits."""
-        self.graphs = StageGraphs(
-            self.module, self.device, maker, self.statistics, self._compute, lambda: self.layer_name
+        self.cuda_graphs = StageCudaGraphs(
+            self.module, self.device, capturer, self.statistics, self._compute, lambda: self.layer_name
         )
 
     def begin_step(
@@ -175,47 +183,49 @@ class Stage:
         self._objective = objective
         self._split = frozenset(action.micro_batch for action in actions if action.kind is Kind.I)
         self.counter.begin_step(self.module)
-        if self.graphs is not None:
-            self.graphs.begin_step()
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.begin_step()
 
-    def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
-        """F: run the layers, and return the outputs for the next stage. `keep`: what to keep for the backward."""
-        keep = keep if self.needs_backward else Retain.NOTHING
-        slot = self._replayed(micro_batch, inputs, keep)
+    def forward(self, micro_batch: int, inputs: Tensors, retain: Retain) -> Tensors:
+        """F: run the layers, and return the outputs for the next stage. `retain`: what to keep for the backward."""
+        retain = retain if self.needs_backward else Retain.NOTHING
+        captured = self._try_replay(micro_batch, inputs, retain)
         changed: ChangedBuffers = []
-        if slot is not None:
-            self.statistics.copy(slot.moments, micro_batch)
-            outputs = self._run_loss(micro_batch, slot, keep, observe=True)
+        if captured is not None:
+            self.statistics.copy(captured.moments, micro_batch)
+            outputs = self._finish_replayed_forward(micro_batch, captured, retain, observe=True)
         else:
-            graph = keep is Retain.GRAPH
+            graph = retain is Retain.ACTIVATIONS
             with (
-                self.statistics.recording(self.statistics.of(micro_batch)) if self.statistics.norms else _NOTHING,
-                self._recording(micro_batch, keep, inputs),
-                self._buffers.keeping() if keep is Retain.INPUT else nullcontext(changed) as changed,
+                self.statistics.writing_to(self.statistics.moments_of(micro_batch))
+                if self.statistics.norms
+                else _NOTHING,
+                self._counting(micro_batch, retain, inputs),
+                self._buffers.save_changed() if retain is Retain.INPUT else nullcontext(changed) as changed,
             ):
-                leaves, outputs = self._compute(inputs, graph, self._seed(micro_batch))
+                leaves, outputs = self._compute(inputs, graph, self._make_seeder(micro_batch))
                 if graph:
                     self._check_no_new_gradients(outputs)
-                results = self._close(micro_batch, outputs, graph, observe=True)
+                results = self._apply_objective(micro_batch, outputs, graph, observe=True)
             if graph:
-                self._keep(micro_batch, _InFlight(leaves, _roots(results)))
-        if keep is Retain.INPUT:
-            self._keep(micro_batch, _InFlight(inputs, changed=changed))
+                self._save(micro_batch, _InFlight(leaves, _roots(results)))
+        if retain is Retain.INPUT:
+            self._save(micro_batch, _InFlight(inputs, changed=changed))
         return outputs
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the forward again from the kept inputs, now keeping every activation; receives nothing."""
         saved = self._saved[micro_batch]
         assert saved.roots is None, f"micro-batch {micro_batch} needs no recomputation"
-        slot = self._replayed(micro_batch, saved.inputs, Retain.GRAPH)
-        if slot is not None:
-            self._run_loss(micro_batch, slot, Retain.GRAPH, observe=False)
+        captured = self._try_replay(micro_batch, saved.inputs, Retain.ACTIVATIONS)
+        if captured is not None:
+            self._finish_replayed_forward(micro_batch, captured, Retain.ACTIVATIONS, observe=False)
             return
-        with self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._buffers.restored(saved.changed):
-            leaves, outputs = self._compute(saved.inputs, True, self._seed(micro_batch))
+        with self._counting(micro_batch, Retain.ACTIVATIONS, saved.inputs), self._buffers.swap_in(saved.changed):
+            leaves, outputs = self._compute(saved.inputs, True, self._make_seeder(micro_batch))
             self._check_no_new_gradients(outputs)
-            results = self._close(micro_batch, outputs, True, observe=False)
-        self._keep(micro_batch, _InFlight(leaves, _roots(results)))
+            results = self._apply_objective(micro_batch, outputs, True, observe=False)
+        self._save(micro_batch, _InFlight(leaves, _roots(results)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """B: return the gradients of the inputs; those of parameters are accumulated in `.grad`.
@@ -235,25 +245,25 @@ class Stage:
     ) -> tuple[torch.Tensor | None, ...]:
         """B, or I if it is `split`."""
         saved, roots, root_gradients = self._begin_backward(micro_batch, gradients)
-        if saved.slot is not None:
+        if saved.captured is not None:
             if self._objective is not None:
                 if roots:
                     torch.autograd.backward(roots)
                 gradients = tuple(output.grad for output in saved.outputs)
-            assert self.graphs is not None
-            if self.graphs.fits(saved.slot, gradients):
-                return self._backward_by_graph(micro_batch, saved.slot, gradients)
-            leaves, outputs = self._compute(_copies(saved.slot.inputs), True, self._seed(micro_batch))
+            assert self.cuda_graphs is not None
+            if self.cuda_graphs.backward_matches(saved.captured, gradients):
+                return self._replay_backward(micro_batch, saved.captured, gradients)
+            leaves, outputs = self._compute(_copies(saved.captured.inputs), True, self._make_seeder(micro_batch))
             pairs = [*zip(_roots(outputs), gradients, strict=True)]
             roots = [root for root, gradient in pairs if root is not None and gradient is not None]
             root_gradients = [gradient for root, gradient in pairs if root is not None and gradient is not None]
             saved = _InFlight(leaves)
         if split:
-            count_gradient = partial(self.counter.hold_gradient, micro_batch)
+            count_gradient = partial(self.counter.count_gradient, micro_batch)
             deferred = backward_inputs(roots, root_gradients, count_gradient) if roots else []
             self._deferred[micro_batch] = deferred
             self.counter.drop(micro_batch)
-            self.counter.hold(micro_batch, saved.inputs, (tensor for weight in deferred for tensor in weight.kept))
+            self.counter.count(micro_batch, saved.inputs, (tensor for weight in deferred for tensor in weight.saved))
         else:
             if roots:
                 torch.autograd.backward(roots, root_gradients)
@@ -263,9 +273,9 @@ class Stage:
     def backward_weights(self, micro_batch: int) -> None:
         """W: compute the deferred gradients of weights, and accumulate them in `.grad`."""
         deferred = self._deferred.pop(micro_batch)
-        if isinstance(deferred, Slot):
-            assert self.graphs is not None
-            self.graphs.backward_weights(deferred)
+        if isinstance(deferred, CapturedMicroBatch):
+            assert self.cuda_graphs is not None
+            self.cuda_graphs.backward_weights(deferred)
         else:
             backward_weights(deferred)
         self.counter.drop(micro_batch)
@@ -285,45 +295,51 @@ class Stage:
         ]
         return saved, [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _replayed(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Slot | None:
+    def _try_replay(self, micro_batch: int, inputs: Tensors, retain: Retain) -> CapturedMicroBatch | None:
         """Replay the forward, and return its slot; None if the layers have to run."""
-        if self.graphs is None:
+        if self.cuda_graphs is None:
             return None
-        kind = GraphKind.SPLIT if micro_batch in self._split else GraphKind.WHOLE
-        kind = kind if keep is Retain.GRAPH else GraphKind.FORWARD
-        return self.graphs.take(kind, inputs, self._seeds(micro_batch), self._keeps_no_graph)
+        kind = CaptureKind.SPLIT if micro_batch in self._split else CaptureKind.WHOLE
+        kind = kind if retain is Retain.ACTIVATIONS else CaptureKind.FORWARD
+        return self.cuda_graphs.try_replay_forward(
+            kind, inputs, self._layer_seeds(micro_batch), self._has_no_autograd_graph
+        )
 
-    def _keeps_no_graph(self) -> bool:
+    def _has_no_autograd_graph(self) -> bool:
         """Whether there is no graph of autograd over the layers, of a micro-batch whose layers have run."""
-        waiting = any(deferred and isinstance(deferred, list) for deferred in self._deferred.values())
-        return not waiting and all(saved.roots is None or saved.slot is not None for saved in self._saved.values())
+        has_deferred = any(deferred and isinstance(deferred, list) for deferred in self._deferred.values())
+        return not has_deferred and all(
+            saved.roots is None or saved.captured is not None for saved in self._saved.values()
+        )
 
-    def _run_loss(self, micro_batch: int, slot: Slot, keep: Retain, *, observe: bool) -> Tensors:
+    def _finish_replayed_forward(
+        self, micro_batch: int, captured: CapturedMicroBatch, retain: Retain, *, observe: bool
+    ) -> Tensors:
         """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the slot's
         outputs, which the next replay overwrites."""
-        graph = keep is Retain.GRAPH
-        leaves = slot.outputs
+        graph = retain is Retain.ACTIVATIONS
+        leaves = captured.outputs
         if graph:
-            self.counter.adopt(micro_batch, slot.saved, slot.inputs)
+            self.counter.count_replayed(micro_batch, captured.saved, captured.inputs)
             if self._objective is not None:
-                pairs = zip(slot.outputs, slot.needs, strict=True)
-                leaves = tuple(output.detach().requires_grad_(needs) for output, needs in pairs)
-        with torch.set_grad_enabled(graph), self.counter.also(micro_batch):
+                pairs = zip(captured.outputs, captured.requires_grad, strict=True)
+                leaves = tuple(output.detach().requires_grad_(requires_grad) for output, requires_grad in pairs)
+        with torch.set_grad_enabled(graph), self.counter.counting_more(micro_batch):
             outputs = _copies(leaves)
-            results = self._close(micro_batch, outputs, graph, observe=observe)
+            results = self._apply_objective(micro_batch, outputs, graph, observe=observe)
         if graph:
             roots = _roots(results) if self._objective is not None else (None,) * len(outputs)
-            self._saved[micro_batch] = _InFlight(slot.inputs, roots, slot, leaves)
+            self._saved[micro_batch] = _InFlight(captured.inputs, roots, captured, leaves)
         return outputs
 
-    def _backward_by_graph(
-        self, micro_batch: int, slot: Slot, gradients: Sequence[torch.Tensor | None]
+    def _replay_backward(
+        self, micro_batch: int, captured: CapturedMicroBatch, gradients: Sequence[torch.Tensor | None]
     ) -> OptionalTensors:
-        assert self.graphs is not None
-        input_gradients = self.graphs.backward(slot, gradients)
-        if slot.kept is not None:
-            self.counter.adopt_weights(micro_batch, *slot.kept)
-            self._deferred[micro_batch] = slot
+        assert self.cuda_graphs is not None
+        input_gradients = self.cuda_graphs.backward(captured, gradients)
+        if captured.saved_for_w is not None:
+            self.counter.count_replayed_weights(micro_batch, *captured.saved_for_w)
+            self._deferred[micro_batch] = captured
         else:
             self.counter.drop(micro_batch)
         return input_gradients
@@ -334,7 +350,7 @@ class Stage:
         `inputs` describes what the first layer gets. Gradients and buffers stay as they are. Raises
         InvalidSettingError, which names the layer that does not compile.
         """
-        with using_device(self.device), putting_back(self.module) as attributes:
+        with using_device(self.device), restoring_state(self.module) as attributes:
             # all but the buffers of modules stay: compiled code relies on what a first call leaves in attributes
             attributes[:] = attributes[1::2]
             zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]
@@ -342,33 +358,33 @@ class Stage:
                 in_layout(tensor, self._memory_format).requires_grad_(described.requires_grad)
                 for tensor, described in zip(zeros, inputs, strict=True)
             )
-            given, skips = self._apart(given)
+            given, skips = self._split_off_skips(given)
             in_tuple = self._in_tuple[True]
             for layer in self._layers:
                 with torch.enable_grad(), self._autocast():
                     outputs, in_tuple = self._call(layer, given, in_tuple, skips)
                 roots = [tensor for tensor in outputs if tensor.grad_fn is not None]
-                with naming_layer(layer.name):
+                with errors_name_layer(layer.name):
                     torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
                 given = without_graph(outputs)
                 skips = {skip: without_graph(tensors) for skip, tensors in skips.items()}
 
-    def finish_step(self, of_replicas: OfReplicas = alone) -> None:
+    def finish_step(self, all_gather: AllGather = single_replica) -> None:
         """Called after the last action, when nothing may be left saved: commits batch norms, over all replicas."""
-        left = sorted({*self._saved, *self._deferred})
-        assert not left, f"stage {self.index} still holds micro-batches {left}"
+        leftover = sorted({*self._saved, *self._deferred})
+        assert not leftover, f"stage {self.index} still holds micro-batches {leftover}"
         if self.module.training and self.statistics.norms:
-            self.statistics.commit(of_replicas)
+            self.statistics.commit(all_gather)
         self._objective = None
 
-    def _keep(self, micro_batch: int, saved: _InFlight) -> None:
+    def _save(self, micro_batch: int, saved: _InFlight) -> None:
         self._saved[micro_batch] = saved
-        self.counter.hold(micro_batch, saved.inputs, saved.inputs)
+        self.counter.count(micro_batch, saved.inputs, saved.inputs)
 
-    def _recording(self, micro_batch: int, keep: Retain, inputs: Tensors) -> AbstractContextManager[None]:
-        if keep is not Retain.GRAPH or not self.counter.on:
+    def _counting(self, micro_batch: int, retain: Retain, inputs: Tensors) -> AbstractContextManager[None]:
+        if retain is not Retain.ACTIVATIONS or not self.counter.on:
             return _NOTHING
-        return self.counter.recording(micro_batch, inputs, self.statistics.slots)
+        return self.counter.counting(micro_batch, inputs, self.statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         if not self.inputs:
@@ -376,15 +392,15 @@ class Stage:
         pairs = zip(inputs, self.inputs, strict=True)
         return tuple(tensor.detach().requires_grad_(described.requires_grad) for tensor, described in pairs)
 
-    def _seeds(self, micro_batch: int) -> Seeds:
+    def _layer_seeds(self, micro_batch: int) -> Seeds:
         state = mix_in(self._step_seed, self._first_micro_batch + micro_batch)
         return lambda place: mix_in(state, self._first_layer + place)
 
-    def _seed(self, micro_batch: int) -> Callable[[int], None]:
+    def _make_seeder(self, micro_batch: int) -> Callable[[int], None]:
         """A function that seeds the generators, to be called before each layer with its place in this stage."""
         if not self.module.training:
             return lambda place: None
-        seeds = self._seeds(micro_batch)
+        seeds = self._layer_seeds(micro_batch)
         before_loss = len(self._layers) - 1 if self._objective is not None else None  # a loss may draw, too
 
         def seed(place: int) -> None:
@@ -398,14 +414,14 @@ class Stage:
         """Run all layers; returns the inputs, as leaves if autograd records a graph, and the outputs. `begin` is
         called before each layer with its place. Without `graph`, compiled and recurrent layers record a graph all the
         same, so that they run the same code as in a recomputation; the graph is dropped layer by layer."""
-        drop = self._always_records and self.module.training and not graph
+        drop = self._always_builds_graph and self.module.training and not graph
         with _grad_mode(graph or drop), self._autocast():
             leaves = self._leaves(inputs) if graph or drop else inputs
             return leaves, self._run(leaves, begin, drop=drop)
 
     def _run(self, inputs: Tensors, begin: Callable[[int], None], *, drop: bool) -> Tensors:
         in_tuple = self._in_tuple[self.module.training]
-        inputs, skips = self._apart(inputs)
+        inputs, skips = self._split_off_skips(inputs)
         try:
             for place, layer in enumerate(self._layers):
                 self.layer_name = layer.name
@@ -423,7 +439,7 @@ class Stage:
         self.layer_name = ""
         return (*inputs, *chain.from_iterable(skips.values()))
 
-    def _apart(self, inputs: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
+    def _split_off_skips(self, inputs: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
         """The inputs of the first layer, and the skips that later layers take up, by name."""
         names = self._skips[self.module.training]
         split = len(inputs) - len(names)
@@ -444,27 +460,29 @@ class Stage:
         training = self.module.training
         returned = call(layer.name, module, inputs, in_tuple) if training else module(as_value(inputs, in_tuple))
         if stashed := isinstance(module, Stash):
-            skips[module.name] = tuple(self._handed(tensor, anew=True) for tensor in inputs)
+            skips[module.name] = tuple(self._to_boundary_layout(tensor, new_view=True) for tensor in inputs)
         elif isinstance(returned, torch.Tensor):
-            return (self._handed(returned, dense=layer.has_dense_gradient and returned.dim() != 4),), False
-        handed: list[torch.Tensor] = []
+            return (self._to_boundary_layout(returned, dense=layer.has_dense_gradient and returned.dim() != 4),), False
+        converted: list[torch.Tensor] = []
         for tensor in as_tuple(returned):
-            handed.append(self._handed(tensor, anew=stashed or any(tensor is other for other in handed)))
-        return tuple(handed), not isinstance(returned, torch.Tensor)
+            converted.append(
+                self._to_boundary_layout(tensor, new_view=stashed or any(tensor is other for other in converted))
+            )
+        return tuple(converted), not isinstance(returned, torch.Tensor)
 
-    def _handed(self, tensor: torch.Tensor, *, anew: bool = False, dense: bool = False) -> torch.Tensor:
-        """A tensor in the form that it has between layers; `anew`: as a new view; `dense`: its gradient is known to
+    def _to_boundary_layout(self, tensor: torch.Tensor, *, new_view: bool = False, dense: bool = False) -> torch.Tensor:
+        """A tensor in the form that it has between layers; `new_view`: as a new view; `dense`: its gradient is known to
         have that form, too."""
         tensor = self._in_layout(tensor)
         if tensor.requires_grad:
-            if anew:
+            if new_view:
                 tensor = tensor.view_as(tensor)
             if not dense:
                 tensor.register_hook(self._in_layout)
         return tensor
 
     def _autocast(self) -> AbstractContextManager[None]:
-        return _NOTHING if self._computed_in is None else autocast(self.device, self._computed_in)
+        return _NOTHING if self._autocast_dtype is None else autocast(self.device, self._autocast_dtype)
 
     def _check_no_new_gradients(self, outputs: Tensors) -> None:
         """Raises InputError for an output that requires a gradient, and did not when the model was traced: none would
@@ -478,7 +496,7 @@ class Stage:
                     "parameters take part, or are trained, only later"
                 )
 
-    def _close(self, micro_batch: int, outputs: Tensors, graph: bool, *, observe: bool) -> Tensors:
+    def _apply_objective(self, micro_batch: int, outputs: Tensors, graph: bool, *, observe: bool) -> Tensors:
         """The outputs; on the last stage the loss instead."""
         if self._objective is None:
             return outputs

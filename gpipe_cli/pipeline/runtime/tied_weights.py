@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.link import Links, await_first, wait_for
-from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
@@ -57,7 +57,7 @@ def stages_of(ties: Sequence[Tie], layer_names: Sequence[Sequence[str]]) -> tupl
     return tuple(tuple(stage_of[layer] for layer in tie.layers) for tie in ties)
 
 
-def other_names(ties: Sequence[Tie]) -> dict[str, str]:
+def canonical_names(ties: Sequence[Tie]) -> dict[str, str]:
     """For the names of all uses but the first: the name under which the parameter is trained and saved."""
     return {name: tie.name for tie in ties for names in tie.uses[1:] for name in names}
 
@@ -69,7 +69,7 @@ def set_parameter(model: nn.Module, names: Sequence[str], parameter: nn.Paramete
         model.get_submodule(path)._parameters[attribute] = parameter
 
 
-def here(tie: Tie, module: nn.Sequential) -> list[tuple[str, ...]]:
+def uses_in(tie: Tie, module: nn.Sequential) -> list[tuple[str, ...]]:
     """The uses of a tied weight in the layers of `module`, in order."""
     return [names for names, layer in zip(tie.uses, tie.layers, strict=True) if layer in module._modules]
 
@@ -78,7 +78,7 @@ def share_memory(module: nn.Sequential, ties: Sequence[Tie]) -> None:
     """Let each tied weight be in memory once: in `module`, a stage on its device, every use has its own parameter, with
     its own gradient, in the memory of the first use. The values of all uses must be equal."""
     for tie in ties:
-        first, *others = here(tie, module) or [()]
+        first, *others = uses_in(tie, module) or [()]
         for names in others:
             weight = module.get_parameter(first[0])
             set_parameter(module, names, nn.Parameter(weight.detach(), weight.requires_grad))
@@ -87,7 +87,7 @@ def share_memory(module: nn.Sequential, ties: Sequence[Tie]) -> None:
 def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, nn.Parameter]:
     """The parameters of a stage, in global order, by the names under which they are trained and saved: a tied weight
     once, also if its first use is in another stage."""
-    renamed = other_names(ties)
+    renamed = canonical_names(ties)
     parameters: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         parameters.setdefault(renamed.get(name, name), parameter)
@@ -96,9 +96,9 @@ def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Use:
-    """A use of a tied weight, in a stage of process number `process`."""
+    """A use of a tied weight, in a stage of process number `rank`."""
 
-    process: int
+    rank: int
     parameter: nn.Parameter | None  # None: the stage is in another process
     device: torch.device  # the stage's; if the stage is in another process, a device of this process
 
@@ -111,7 +111,7 @@ class _Use:
 
 @dataclass
 class TiedWeights:
-    """The tied weights of the `stages` of one process (by index), number `process` of its pipeline.
+    """The tied weights of the `stages` of one process (by index), number `rank` of its pipeline.
 
     `stage_of_use[i][u]` is the stage of use u of `ties[i]`; `groups` has the process group of the processes with the
     same tied weights. Methods raise PeerLostError if another process is lost; waits are as those of `links`.
@@ -120,8 +120,8 @@ class TiedWeights:
     ties: Sequence[Tie]
     stage_of_use: Sequence[Sequence[int]]
     stages: Mapping[int, Stage]
-    process: int = 0
-    process_of_stage: Sequence[int] = ()
+    rank: int = 0
+    rank_of_stage: Sequence[int] = ()
     groups: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)
     links: Links = field(default_factory=lambda: Links({}, 0.0, 0.0))  # by default no wait has a limit
 
@@ -132,9 +132,9 @@ class TiedWeights:
         for tie, stages in zip(self.ties, self.stage_of_use, strict=True):
             devices = [self.stages[k].device for k in stages if k in self.stages]
             uses = [
-                _Use(self.process_of_stage[k], stage.module.get_parameter(names[0]), stage.device)
+                _Use(self.rank_of_stage[k], stage.module.get_parameter(names[0]), stage.device)
                 if (stage := self.stages.get(k)) is not None
-                else _Use(self.process_of_stage[k], None, devices[0])
+                else _Use(self.rank_of_stage[k], None, devices[0])
                 for k, names in zip(stages, tie.uses, strict=True)
                 if devices
             ]
@@ -148,7 +148,7 @@ class TiedWeights:
         return [use.parameter for uses in self._trained for use in uses if use.parameter is not None]
 
     @property
-    def waiting(self) -> set[int]:
+    def stages_with_remote_uses(self) -> set[int]:
         """The stages of this process with a tied weight that another stage has, too."""
         return {k for stages in self.stage_of_use if len({*stages}) > 1 for k in stages if k in self.stages}
 
@@ -164,7 +164,7 @@ class TiedWeights:
                     await_first(works, device, seconds)
 
     @torch.no_grad()
-    def add_up(self) -> None:
+    def sum_gradients(self) -> None:
         """After the last action of a step, and after sums over replicas: add the gradients of all uses. In every stage
         the first use gets the total, and other uses then have no gradient. Uses without a gradient count as zeros."""
         gradients = []
@@ -173,27 +173,27 @@ class TiedWeights:
             for uses in self._trained:
                 like = next(use.parameter for use in uses if use.parameter is not None)
                 use_gradients = [use.gradient(like) for use in uses]
-                members = tuple(sorted({use.process for use in uses}))
+                members = tuple(sorted({use.rank for use in uses}))
                 if len(members) > 1:
-                    tensors = [(use.process, _flat(grad)) for use, grad in zip(uses, use_gradients, strict=True)]
+                    tensors = [(use.rank, _flatten(grad)) for use, grad in zip(uses, use_gradients, strict=True)]
                     exchanges.append((self._exchange(self.groups[members], members, tensors), uses[0].device))
                 gradients.append(use_gradients)
             for works, device in exchanges:
                 self._wait(works, device)
         for uses, (total, *others) in zip(self._trained, gradients, strict=True):
-            home = uses[0].device
+            first_device = uses[0].device
             for use, gradient in zip(uses[1:], others, strict=True):
-                total.add_(gradient if use.device == home else gradient.to(home, non_blocking=True))
-            taken: set[int] = set()  # storages of parameters that have the total
+                total.add_(gradient if use.device == first_device else gradient.to(first_device, non_blocking=True))
+            summed_storages: set[int] = set()  # storages of parameters that have the total
             for use in uses:
                 if use.parameter is None:
                     continue
-                memory = storage_of(use.parameter)
+                memory = storage_id(use.parameter)
                 use.parameter.grad = None
-                if memory not in taken:
-                    needs_copy = bool(taken) or use.device != home
+                if memory not in summed_storages:
+                    needs_copy = bool(summed_storages) or use.device != first_device
                     use.parameter.grad = total.to(use.device, copy=True, non_blocking=True) if needs_copy else total
-                taken.add(memory)
+                summed_storages.add(memory)
 
     def _wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
         wait_for(works, device, datetime.timedelta(seconds=self.links.timeout_seconds))
@@ -205,13 +205,13 @@ class TiedWeights:
         the number of the process that has it. All members list the tensors in the same order."""
         rank_of = dict(zip(members, dist.get_process_group_ranks(group), strict=True))
         receives = [
-            dist.P2POp(dist.irecv, tensor, rank_of[owner], group) for owner, tensor in tensors if owner != self.process
+            dist.P2POp(dist.irecv, tensor, rank_of[owner], group) for owner, tensor in tensors if owner != self.rank
         ]
         sends = [
             dist.P2POp(dist.isend, tensor, rank_of[other], group)
             for owner, tensor in tensors
             for other in members
-            if owner == self.process != other
+            if owner == self.rank != other
         ]
         return dist.batch_isend_irecv([*receives, *sends]) if receives or sends else []
 
@@ -219,6 +219,6 @@ class TiedWeights:
         return waiting_for_peers(self.links.waits(), "the gradient of a tied weight in another stage did not come")
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
+def _flatten(gradient: torch.Tensor) -> torch.Tensor:
     """A dense tensor as a vector of its elements, in the order in which they lie in memory."""
     return gradient.as_strided((gradient.numel(),), (1,))

@@ -44,13 +44,13 @@ class Transport(Protocol):
     def receive(self, action: Action) -> OptionalTensors:
         """What `action` needs: for an F the stage's inputs, for a B or I the gradients of its outputs."""
 
-    def launched(self) -> None:
+    def after_action(self) -> None:
         """Called after each action of this process is launched; on a GPU it may still be running."""
 
     def finish_step(self) -> None:
         """Called after the last action: everything has been received; sends may still be in flight."""
 
-    def settle(self) -> None:
+    def drain_sends(self) -> None:
         """Wait until everything sent has left this process; called before the transport is discarded."""
 
 
@@ -77,7 +77,7 @@ class LocalTransport:
         self._routes = Routes() if self._boundaries is None else self._boundaries.routes(schedule)
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        for receiver, routed in self._routes.sent(action, tensors):
+        for receiver, routed in self._routes.outgoing(action, tensors):
             self.send_to(receiver, action, routed)
 
     def send_to(self, receiver: int, action: Action, tensors: OptionalTensors) -> None:
@@ -99,7 +99,7 @@ class LocalTransport:
         self._copied[awaiting] = target.record_event()
 
     def receive(self, action: Action) -> OptionalTensors:
-        return self._routes.received(action, partial(self.receive_from, action))
+        return self._routes.incoming(action, partial(self.receive_from, action))
 
     def receive_from(self, action: Action, sender: int) -> OptionalTensors:
         """What stage `sender` has sent for an action."""
@@ -108,11 +108,11 @@ class LocalTransport:
             current_stream(self._devices[action.stage]).wait_event(copied)
         return self._sent.pop(awaited)
 
-    def launched(self) -> None:
+    def after_action(self) -> None:
         pass
 
     def finish_step(self) -> None:
         assert not self._sent, f"never received: {[str(action) for action, _ in self._sent]}"
 
-    def settle(self) -> None:
+    def drain_sends(self) -> None:
         pass

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 from gpipe_cli.reporting.plots.palette import colour
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, StepPicture, TimelineView
-from gpipe_cli.schedule.held import HOLDS
+from gpipe_cli.schedule.in_flight_memory import MEMORY_EFFECTS
 from gpipe_cli.system.files import write_whole
 
 PAGE = "pipeline.html"
@@ -43,7 +43,7 @@ def shared_data() -> dict[str, Any]:
     """What the pages of all runs and plans are drawn from: colours, and the bytes held around actions."""
     return {
         "colours": {what: [colour(what, n, HUE_STEPS) for n in range(HUE_STEPS)] for what in ACTIONS},
-        "holds": {f"{kind} {retain}": around for (kind, retain), around in HOLDS.items()},
+        "holds": {f"{kind} {retain}": around for (kind, retain), around in MEMORY_EFFECTS.items()},
     }
 
 

@@ -7,7 +7,7 @@ from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from gpipe_cli.schedule.schedule import RETURNS
+from gpipe_cli.schedule.schedule import SENDS_GRADIENT
 from gpipe_cli.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
@@ -92,7 +92,7 @@ def last_stages_and_actions(view: TimelineView, stages: int, actions: int) -> Ti
     if sum(map(len, timeline.stages)) <= MAX_ACTIONS:
         return view
     last, others = timeline.stages[-1], len(timeline.stages) - stages
-    turn = next((at for at, span in enumerate(last) if span.action.kind in RETURNS), 0)
+    turn = next((at for at, span in enumerate(last) if span.action.kind in SENDS_GRADIENT), 0)
     shown = last[max(0, turn - actions // 2) :][:actions]
     begin, end = shown[0].start_seconds, shown[-1].end_seconds
 

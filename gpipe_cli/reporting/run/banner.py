@@ -26,7 +26,7 @@ def show_banner(console: Console, run: RunContext, folder: Path) -> None:
     several = 1 < stages.layout.processes < stages.partitions  # some process has several stages
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
-        *([Column("process", cells=[*map(str, stages.layout.process_of_stage)], number=True)] if several else []),
+        *([Column("process", cells=[*map(str, stages.layout.rank_of_stage)], number=True)] if several else []),
         Column("device", cells=_devices(stages.layout.replica_devices)),
         Column("layers", cells=[_layers(names) for names in stages.layer_names]),
         Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),

@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 
 from gpipe_cli.data.micro_batches import shard_of
-from gpipe_cli.pipeline.runtime.recording import measured_timeline
+from gpipe_cli.pipeline.runtime.step_timings import timeline_of_marks
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView, view_of_plan
 from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.reporting.run.median_step import MedianStep
@@ -66,7 +66,7 @@ class StepDrawer:
         micro_batches = len(shard_of(step.samples, config.micro_batches, config.replicas).sizes)
         schedule = spec.schedule(micro_batches)
         devices = spec.layout.device_of_stage
-        timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds, devices)
+        timeline = timeline_of_marks(schedule, recorded.seconds, recorded.began_seconds, devices)
         return timeline, breakdown(timeline, micro_batches, step.seconds), micro_batches
 
     def _choose(self) -> None:

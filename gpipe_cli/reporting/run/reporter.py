@@ -363,7 +363,7 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         idle=IdleShares(predicted=None if shares is None else idle_share(shares)),
         bubble=BubbleShares(run.ideal_bubble, predicted=None if shares is None else shares["bubble"]),
         prediction=prediction,
-        partitions=tuple(map(Partition, spec.layout.process_of_stage, spec.layout.devices, spec.layer_names,
+        partitions=tuple(map(Partition, spec.layout.rank_of_stage, spec.layout.devices, spec.layer_names,
                              spec.parameters, run.cost_shares)),
         compiled=None if run.compiled is None else asdict(run.compiled),
         graphs=None if run.graphs is None else asdict(run.graphs),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.distributed.control_group import Awaited
-from gpipe_cli.pipeline.runtime.tied_weights import other_names
+from gpipe_cli.pipeline.runtime.tied_weights import canonical_names
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, page_locked, using_device
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import files
@@ -183,7 +183,7 @@ class CheckpointWriter:
                 file for process in range(spec.layout.of_pipeline) for file in self._wait_for_part(staging, process)
             ]
             layers = tuple(name for names in spec.layer_names for name in names)
-            elsewhere = other_names(spec.ties)
+            elsewhere = canonical_names(spec.ties)
             with_state = {name.rpartition("/")[0] for file in written for name in file.tensors}
             parameters = (name for name, _ in self.engine.model.named_parameters() if name not in elsewhere)
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)

@@ -14,7 +14,7 @@ from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, 
 from gpipe_cli.config.groups import TEXTS, ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
 from gpipe_cli.errors import InputError, InvalidSettingError, show
-from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
+from gpipe_cli.pipeline.runtime.tied_weights import canonical_names, find_ties
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.data_feed import TOKENIZER
@@ -50,7 +50,7 @@ class CheckpointCompatibility:
         shapes = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
         saved_names = [name for name in tensor_headers if name.startswith("model/")]
         saved_shapes = {name.removeprefix("model/"): tensor_headers[name][1] for name in saved_names}
-        for name in other_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
+        for name in canonical_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
             saved_shapes.pop(name, None)
         source = read_config(run, instead_of(config))
         return cls(f"{setting}={run}", checkpoint, config, source, index, tensor_headers, shapes, saved_shapes)
@@ -129,7 +129,7 @@ def collect_stage_state(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     """All tensors that a checkpoint keeps of stage `stage`, by global names; a tied weight is kept where it is used
     first."""
     module = engine.stages[stage].module
-    elsewhere = other_names(engine.spec.ties)
+    elsewhere = canonical_names(engine.spec.ties)
     state = {f"model/{name}": tensor for name, tensor in module.state_dict().items() if name not in elsewhere}
     optimizer = optimizer_state(engine.optimizers[stage], engine.owned_parameters(stage))
     state |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
@@ -220,14 +220,14 @@ def stage_tensors(
     layers = set(spec.layer_names[stage])
     first = {tie.layers[0] for tie in spec.ties if layers.intersection(tie.layers)}
     tensors = files.read_tensors(checkpoint, layers | first, kinds, intact)
-    renamed = other_names(spec.ties).items()
+    renamed = canonical_names(spec.ties).items()
     saved_names = {f"{kind}/{name}": f"{kind}/{saved}" for kind in ("model", "ema") for name, saved in renamed}
     return tensors | {name: tensors[saved] for name, saved in saved_names.items() if saved in tensors}
 
 
 def saved_state(model: nn.Sequential) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a model by the names in a checkpoint, which has a tied weight once."""
-    elsewhere = other_names(find_ties(model))
+    elsewhere = canonical_names(find_ties(model))
     return {name: tensor for name, tensor in model.state_dict().items() if name not in elsewhere}
 
 

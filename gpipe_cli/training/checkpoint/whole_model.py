@@ -10,7 +10,7 @@ from gpipe_cli.assembly.build import build_model, full_model_builder
 from gpipe_cli.config.settings import ONE_DEVICE, TrainConfig, find_run, load
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
+from gpipe_cli.pipeline.runtime.tied_weights import canonical_names, find_ties
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors, select
 from gpipe_cli.training.checkpoint.restore import CheckpointCompatibility, check_restorable
 
@@ -54,11 +54,11 @@ def whole_model(config: TrainConfig, checkpoint: Path, intact: set[str] | None =
     tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",), intact)
     # only floating-point tensors have averages
     values = select(tensors, "model") | select(tensors, "ema")
-    model.load_state_dict(values | {name: values[saved] for name, saved in other_names(find_ties(model)).items()})
+    model.load_state_dict(values | {name: values[saved] for name, saved in canonical_names(find_ties(model)).items()})
     return model.eval()
 
 
 def new_model(config: TrainConfig) -> nn.Sequential:
     """The layers of a run with their initial weights (not pretrained ones), on the CPU."""
     model, whole = build_model(config), full_model_builder(config, pretrained=False)
-    return materialize(model, 0, len(model), run_seed=config.seed, whole=whole, ties=find_ties(model))
+    return materialize(model, 0, len(model), run_seed=config.seed, build_whole=whole, ties=find_ties(model))

@@ -14,7 +14,7 @@ from memory_runs import SAMPLES
 from torch import nn
 
 from gpipe_cli.pipeline.profile import tracing
-from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost, OperationKind
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, SavedMemory
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, traced_call
@@ -45,7 +45,7 @@ def test_linear_layers() -> None:
     added = costs["first"].backward.by_kind[OperationKind.ELEMENTWISE]
     assert (added.count, added.bytes, added.fixed_bytes) == (1, 0, 3 * 4 * 20 * 30)
     for cost in trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh()).values():
-        assert cost.saved == KeptMemory(same_memory=(None,))
+        assert cost.saved == SavedMemory(same_memory=(None,))
         assert not cost.backward.by_kind
         assert not any(tensor.has_gradient for tensor in cost.outputs)
 
@@ -70,16 +70,16 @@ def test_the_halves_of_a_backward() -> None:
     layers["tied"].bias = layers["second"].bias
     model = nn.Sequential(layers)
     costs = trace_layers(model, as_boundary((torch.empty(1, 20),)), training=True, splits=True)
-    halves = [cost.halves for cost in costs]
-    assert [each and each.weights.flops for each in halves] == [2 * 20 * 30, 2 * 30 * 30, 0, 2 * 30 * 30]
-    assert [each and each.inputs.flops for each in halves] == [0, 2 * 30 * 30, 0, 2 * 30 * 30]
-    assert [each and each.kept_gradients.tensors for each in halves] == [(0,), (0,), (), (0,)]
+    split_backward = [cost.split_backward for cost in costs]
+    assert [each and each.weights.flops for each in split_backward] == [2 * 20 * 30, 2 * 30 * 30, 0, 2 * 30 * 30]
+    assert [each and each.inputs.flops for each in split_backward] == [0, 2 * 30 * 30, 0, 2 * 30 * 30]
+    assert [each and each.saved_gradients.tensors for each in split_backward] == [(0,), (0,), (), (0,)]
     assert all(parameter.grad is None for parameter in model.parameters())
     counts = [[sum(each.count for each in work.by_kind.values()) for work in (half.inputs, half.weights)]
-              for half in halves if half is not None]  # fmt: skip
+              for half in split_backward if half is not None]  # fmt: skip
     # a product, the sum of its bias's gradient, and to each weight what is added
     assert counts == [[0, 4], [1, 4], [1 + 2, 0], [1, 4]]
-    assert trace((20,), first=nn.Linear(20, 30))["first"].halves is None
+    assert trace((20,), first=nn.Linear(20, 30))["first"].split_backward is None
 
 
 def test_a_layer_that_changes_its_input_is_named() -> None:
@@ -163,7 +163,7 @@ def test_bfloat16_has_the_types_of_the_device_and_the_operations_of_float32() ->
     layers = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)), nn.Linear(8, 4)).to("meta")
     types = {"cpu": [torch.bfloat16, torch.bfloat16], "cuda": [torch.float32, torch.bfloat16]}
     for device, expected in types.items():
-        found = traced(*layers, device=device, computed_in=torch.bfloat16)
+        found = traced(*layers, device=device, autocast_dtype=torch.bfloat16)
         assert [cost.outputs[0].dtype for cost in found] == expected
         for cost, full in zip(found, traced(*layers, device=device), strict=True):
             assert cost.forward.flops == full.forward.flops
@@ -188,10 +188,10 @@ def test_a_weight_that_is_read_costs_what_a_module_in_common_costs() -> None:
         inner, own = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         known = traced(nn.Sequential(inner), nn.Tanh(), nn.Sequential(inner), own, splits=True)
         reads = traced(nn.Sequential(inner), nn.Tanh(), Reads(inner), own, splits=True)
-    assert [cost.foreign for cost in reads] == [(), (), ("0.0.weight",), ()]
-    assert reads[2].halves is not None
-    assert reads[2].halves.weights.flops == 0
-    assert [replace(cost, foreign=(), parameters=0, trained=0) for cost in reads] == [
+    assert [cost.cross_layer_tensors for cost in reads] == [(), (), ("0.0.weight",), ()]
+    assert reads[2].split_backward is not None
+    assert reads[2].split_backward.weights.flops == 0
+    assert [replace(cost, cross_layer_tensors=(), parameters=0, trained=0) for cost in reads] == [
         replace(cost, parameters=0, trained=0) for cost in known
     ]
 
@@ -202,4 +202,4 @@ def test_what_a_layer_reads_is_what_it_computes_with_or_returns() -> None:
         given = nn.Sequential(first, Does(lambda x: (x, first.weight)), Does(lambda pair: pair[0] @ pair[1]))
         shape = Does(lambda x: torch.empty_like(first.weight).sum() + x.view(-1, *first.weight.shape[1:]))
         inside = Does(lambda x: x * nn.Linear(6, 1, device="meta").weight * torch.tensor(0.5, device="meta"))
-        assert [cost.foreign for cost in traced(*given, shape, inside)] == [(), ("0.weight",), (), (), ()]
+        assert [cost.cross_layer_tensors for cost in traced(*given, shape, inside)] == [(), ("0.weight",), (), (), ()]

@@ -45,7 +45,7 @@ def test_a_stage_works_on_its_device(schedule: str, recompute: str, monkeypatch:
         assert optimizer is not None
         optimizer.register_step_post_hook(ask(k, "optimizer"))
         monkeypatch.setattr(engine.averages[k], "update", ask(k, "average"))
-    recording = engine.executor.run(spec.schedule(3), 0, (3, 3, 2), (torch.randn(8, 3, 16, 16),), SumOfSquares())
-    update_weights(engine, PendingMetrics(recording, {}, None, torch.zeros(0), torch.Tensor), 0.1)
+    timings = engine.executor.run(spec.schedule(3), 0, (3, 3, 2), (torch.randn(8, 3, 16, 16),), SumOfSquares())
+    update_weights(engine, PendingMetrics(timings, {}, None, torch.zeros(0), torch.Tensor), 0.1)
     assert seen == {(k, what): {k} for k in (0, 1) for what in ("forward", "backward", "optimizer", "average")}
     assert world.here.device == 0

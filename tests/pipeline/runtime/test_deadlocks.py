@@ -16,22 +16,22 @@ from gpipe_cli.pipeline.runtime import replicas as module
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.schedule.named_schedules import SCHEDULES, build, forward_only
-from gpipe_cli.schedule.schedule import RECOMPUTE, Schedule
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Schedule
 
 
 class Group:
     """A process's end of the group of its replicas, whose collectives run one after another."""
 
     def __init__(self, links: Any, device: Any, process: int, members: Sequence[int], *, idle: bool) -> None:
-        self._links, self._device, self._process, self._members = links, device, process, tuple(members)
+        self._links, self._device, self._rank, self._members = links, device, process, tuple(members)
         self._idle, self._begun = idle, 0
 
     def collective(self, size: int) -> Any:
         if self._idle:  # the launch of the copy into what is sent
-            self._device.wait(lambda: self._device.idle(self._process))
+            self._device.wait(lambda: self._device.idle(self._rank))
         operation = self._links.Operation(("sum", self._begun, size), [], self._members, self._device)
         self._begun += 1
-        self._device.put(self._process, self._members, operation)
+        self._device.put(self._rank, self._members, operation)
         return operation
 
 
@@ -63,7 +63,7 @@ def finishes(links: Any, schedules: Sequence[Schedule], of_stage: Sequence[int],
         replicas.connect(1)
         return replicas
 
-    wanted = {"early": False, "idle": idle, "sums": sums if len(schedules) > 1 else None}
+    wanted = {"post_eagerly": False, "idle": idle, "sums": sums if len(schedules) > 1 else None}
     found: bool = links.finishes(schedules, of_stage, **wanted | settings)
     return found
 
@@ -76,7 +76,7 @@ def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> N
     unequal = [(4, 3), (1, 0), (3, 0, 2)] if name in SCHEDULES else []
     combinations = list(product([(1,), (4,), (6,), *unequal], [(2, 1), (3, 1), (4, 1), (4, 2)]))
     for counts, (partitions, each) in combinations[int(2 * idle) :: 3]:
-        processes, recompute = partitions // each, RECOMPUTE[sum(counts) % len(RECOMPUTE)]
+        processes, recompute = partitions // each, RECOMPUTE_MODES[sum(counts) % len(RECOMPUTE_MODES)]
         of_stage = [stage % processes if name == "interleaved" else stage // each for stage in range(partitions)]
         schedules = [
             build(name, partitions, count, recompute, processes)
@@ -103,7 +103,7 @@ BEGIN, CONNECT = Replicas.begin_step, P2PTransport._connect
 
 def process_of(replicas: Replicas) -> int:
     group: Any = next(iter(replicas.groups.values()))
-    return int(group._process)
+    return int(group._rank)
 
 
 def without_its_part(self: Replicas, stages: Any) -> None:
@@ -121,7 +121,7 @@ def in_another_order(self: Replicas, stages: Any) -> None:
 def in_its_own_order(self: P2PTransport, seconds: float) -> None:
     """Connects one edge after the other, in an odd process in another order."""
     links = self._links
-    for edge in sorted(links, reverse=self._process % 2 == 1):
+    for edge in sorted(links, reverse=self._rank % 2 == 1):
         self._links = {edge: links[edge]}
         CONNECT(self, seconds)
     self._links = links
@@ -130,9 +130,9 @@ def in_its_own_order(self: P2PTransport, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("counts", "right", "wrong"),
     [
-        pytest.param([4], {}, {"early": True}, id="receives are posted early"),
+        pytest.param([4], {}, {"post_eagerly": True}, id="receives are posted early"),
         pytest.param(  # receives in the common order of actions could share it
-            [4], {"early": True, "idle": 0}, {"group_of": lambda edge: min(edge[1:])},
+            [4], {"post_eagerly": True, "idle": 0}, {"group_of": lambda edge: min(edge[1:])},
             id="both directions of an edge share a group",
         ),
         pytest.param([4], {}, (P2PTransport, "_connect", in_its_own_order), id="edges connect in different orders"),

@@ -17,11 +17,11 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime import deferred_batch_norm
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import (
+    AllGather,
     BatchStatistics,
-    OfReplicas,
-    alone,
+    batch_norm_deferred,
     defer_batch_norms,
-    deferring,
+    single_replica,
 )
 
 
@@ -35,10 +35,10 @@ def step(
     statistics: BatchStatistics,
     batch: torch.Tensor,
     micro_batches: int,
-    replicas: OfReplicas = alone,
+    replicas: AllGather = single_replica,
 ) -> None:
     for m, piece in enumerate(batch.split(micro_batch_sizes(len(batch), micro_batches)) if len(batch) else ()):
-        with statistics.recording(statistics.of(m)):
+        with statistics.writing_to(statistics.moments_of(m)):
             layers(piece)
     statistics.commit(replicas)
 
@@ -62,7 +62,9 @@ def test_statistics_of_the_whole_mini_batch(momentum: float | None, micro_batche
         batch = images(samples, number)
         whole(batch)
         step(deferred, statistics, batch, micro_batches)
-        with statistics.recording(statistics.of(0)):  # an evaluation uses the running statistics and leaves them
+        with statistics.writing_to(
+            statistics.moments_of(0)
+        ):  # an evaluation uses the running statistics and leaves them
             torch.testing.assert_close(deferred.eval()(batch), whole.eval()(batch))
         statistics.commit()
         assert_same_statistics(deferred.train(), whole.train())
@@ -73,7 +75,7 @@ def test_every_norm_writes_to_an_aligned_address() -> None:
     are no multiples of four would end the first forward on a GPU."""
     statistics = BatchStatistics()
     norms = defer_batch_norms(nn.Sequential(*map(nn.BatchNorm2d, (3, 16, 5, 32, 33, 1))), statistics)
-    with statistics.recording(statistics.of(0)):
+    with statistics.writing_to(statistics.moments_of(0)):
         for number, norm in enumerate(norms):
             for written in statistics.slot(number, 2):
                 assert written is not None
@@ -86,7 +88,7 @@ def misaligned_norms(settings: str) -> tuple[int, int]:
     model = build_model(configure("dataset=synthetic_images", *settings.split()))
     statistics = BatchStatistics()
     norms = defer_batch_norms(model, statistics)
-    with statistics.recording(statistics.of(0)):
+    with statistics.writing_to(statistics.moments_of(0)):
         views = [statistics.slot(number, 2) for number in range(len(norms))]
     return sum(any(view.storage_offset() * 4 % 16 for view in pair if view is not None) for pair in views), len(norms)
 
@@ -150,7 +152,7 @@ def test_one_norm_in_two_places_tracks_both() -> None:
         deferred(images(samples, number))  # a recomputation
         assert_same_statistics(deferred, whole)
     assert int(deferred.norm.num_batches_tracked) == 4
-    newest = {id(running): value for running, value in statistics.newest}[id(deferred.norm.running_mean)]
+    newest = {id(running): value for running, value in statistics.last_batch_stats}[id(deferred.norm.running_mean)]
     once = images(5, 1).mean(dim=(0, 2, 3))
     again = (nn.functional.batch_norm(images(5, 1), None, None, training=True) ** 2 + 1).mean(dim=(0, 2, 3))
     torch.testing.assert_close(newest, (once + again) / 2)  # what is averaged for both
@@ -259,6 +261,6 @@ def test_two_norms_do_not_track_one_tensor() -> None:
 def test_deferring_ends() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3))
     for deferred in (True, False):
-        with deferring(model) if deferred else nullcontext():
+        with batch_norm_deferred(model) if deferred else nullcontext():
             model(images(4))
         assert int(model[0].num_batches_tracked) == (not deferred)

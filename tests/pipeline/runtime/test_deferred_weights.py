@@ -133,7 +133,7 @@ FORMATS = {
 }
 
 
-def stage_of(case: Case, memory_format: torch.memory_format, computed_in: torch.dtype | None) -> Stage:
+def stage_of(case: Case, memory_format: torch.memory_format, autocast_dtype: torch.dtype | None) -> Stage:
     torch.manual_seed(0)
     module = nn.Sequential(OrderedDict(layer=case.build()))
     for parameter in module.parameters():
@@ -142,7 +142,7 @@ def stage_of(case: Case, memory_format: torch.memory_format, computed_in: torch.
     inputs = () if case.first else case.inputs
     made = Stage(
         0, module, first_layer=0, inputs=inputs, device=CPU, run_seed=3, memory_format=memory_format,
-        computed_in=computed_in,
+        autocast_dtype=autocast_dtype,
     )  # fmt: skip
     made.set_training(True)
     return made
@@ -162,7 +162,7 @@ def step(case: Case, made: Stage, actions: str) -> tuple[dict[str, torch.Tensor 
     made.begin_step(0, None)
     for kind, m in ((action[0], int(action[1])) for action in actions.split()):
         if kind in "Ff":
-            outputs[m] = made.forward(m, given[m], Retain.GRAPH if kind == "F" else Retain.INPUT)
+            outputs[m] = made.forward(m, given[m], Retain.ACTIVATIONS if kind == "F" else Retain.INPUT)
         elif kind == "R":
             made.recompute(m)
         elif kind in "BI":
@@ -222,7 +222,7 @@ def test_on_an_accelerator_one_call_of_the_engine_adds_up_many_weights(
 
     made = stage_of(case, torch.contiguous_format, None)
     monkeypatch.setattr(deferred_weights, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(deferred_weights, "_HANDED_BYTES", limit)
+    monkeypatch.setattr(deferred_weights, "_MIN_BYTES_PER_CALL", limit)
     compute = made.backward_weights
 
     def with_count(micro_batch: int) -> None:

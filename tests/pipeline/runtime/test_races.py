@@ -25,14 +25,14 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
-from gpipe_cli.pipeline.runtime.recording import StreamClock
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.routes import Boundaries, routes
+from gpipe_cli.pipeline.runtime.step_timings import StreamClock
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, find_ties, stages_of, trained_parameters
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule import prefetched_receives
 from gpipe_cli.schedule.named_schedules import SCHEDULES, build, forward_only
-from gpipe_cli.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Action, Kind, Schedule
 from gpipe_cli.system.accelerator import to_device, to_host
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
 
@@ -67,7 +67,7 @@ def train(
         optimizers[k] = torch.optim.SGD(own, 0.1, momentum=0.9, foreach=True)
     layers = iter(dict(model.named_children()))
     of_uses = stages_of(ties, [[*islice(layers, size)] for size in balance])
-    tied = TiedWeights(ties, of_uses, stages, process_of_stage=[0] * case.partitions)
+    tied = TiedWeights(ties, of_uses, stages, rank_of_stage=[0] * case.partitions)
     executor = Executor(stages, [device.index for device in devices], transport)
     batches = [data(case, size) for size, _ in RUNS]
     homes = {devices[k].index for k in here}
@@ -92,7 +92,7 @@ def train(
             if sums is not None and trains:
                 sums.finish()
             if trains:
-                tied.add_up()
+                tied.sum_gradients()
             for k, stage in stages.items() if trains else ():
                 gradients = gradients_of(stage.module.parameters())
                 norms = gradient_norms(gradients)
@@ -103,13 +103,13 @@ def train(
                 optimizers[k].zero_grad(set_to_none=True)
                 if read is not None:
                     world.host_reads(read())
-        executor.settle()
+        executor.drain_sends()
     world.ended.update(devices[k].index for k in here)
 
 
 def in_one_process(world: World, case: Case) -> None:
     """With a device for each stage, or for several that take turns."""
-    places = [torch.device("cpu", device) for device in case.process_of_stage]
+    places = [torch.device("cpu", device) for device in case.rank_of_stage]
     boundaries = boundaries_of(case)
     moves = LocalTransport(places, Boundaries(boundaries, boundaries))
     train(world, case, places, range(case.partitions), moves)
@@ -129,7 +129,7 @@ def in_threads(work: Callable[[int], None], number: int) -> None:
 
 def in_processes(world: World, case: Case, of_stage: tuple[int, ...] = ()) -> None:
     """Each process is a thread with a device of its own; `of_stage`: the process of each stage, if not the case's."""
-    of_stage, boundaries = of_stage or case.process_of_stage, boundaries_of(case)
+    of_stage, boundaries = of_stage or case.rank_of_stage, boundaries_of(case)
     places = [torch.device("cpu", process) for process in of_stage]
     forward = [(Kind.F, route.sender, route.receiver) for route in routes(boundaries)]
     edges: list[Edge] = [*forward, *((Kind.B, receiver, sender) for _, sender, receiver in forward)]
@@ -165,7 +165,7 @@ def in_replicas(world: World, case: Case, size: int) -> None:
 
 PAIRS = Case(partitions=4, micro_batches=4, stages_per_process=2, samples=(7, 10))
 CASES = covering(
-    schedule=[*SCHEDULES], recompute=[*RECOMPUTE], partitions=[2, 3, 4], micro_batches=[1, 3, 4],
+    schedule=[*SCHEDULES], recompute=[*RECOMPUTE_MODES], partitions=[2, 3, 4], micro_batches=[1, 3, 4],
     stages_per_process=[1, 2], run=[in_one_process, in_processes],
 )  # fmt: skip
 
@@ -234,11 +234,11 @@ def recorded(world: World) -> None:
         for step, batch in enumerate(batches):
             images, targets = (to_device(tensor, place) for tensor in batch)
             objective = CrossEntropy(targets.split(sizes), sum(sizes))
-            recording = executor.run(build("1f1b", 2, 2, "never", 1), step, sizes, (images,), objective)
+            timings = executor.run(build("1f1b", 2, 2, "never", 1), step, sizes, (images,), objective)
             if before is not None and before.seconds() != at_once:
                 world.races.append("marks have been made again before they are read")
             races, known = len(world.races), dict(world.here.clock)
-            before, at_once = recording, recording.seconds()
+            before, at_once = timings, timings.seconds()
             world.here.clock = known  # as if this reading, which waits for the device, had not been
             del world.races[races:]
 
@@ -343,7 +343,12 @@ def synchronizes_in_threads(self: Event) -> None:
         SYNCHRONIZE(self)
 
 
-BEGIN_STEP, SEND, FINISH, BEGIN = P2PTransport.begin_step, P2PTransport.send, Replicas.finish, Replicas._begin
+BEGIN_STEP, SEND, FINISH, BEGIN = (
+    P2PTransport.begin_step,
+    P2PTransport.send,
+    Replicas.finish,
+    Replicas._launch_ready_sums,
+)
 TAKE, SYNCHRONIZE, BEGIN_CLOCK = Snapshot.copy_to_host, Event.synchronize, StreamClock.begin_step
 
 # The fault: whose method is replaced, by what; what runs; and which race is to be found, as there may be others, too.
@@ -355,9 +360,9 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a copy's memory is not kept for the stage that reads it":
         (transport, "keep_for", keeps_sources_only, "local", r"of stream .* is freed while .* uses it on compute"),
     "a receive does not wait for the last reader of its buffer":
-        (P2PTransport, "launched", forgets_readers, "p2p", r"^receive .* writes .* has read on compute"),
+        (P2PTransport, "after_action", forgets_readers, "p2p", r"^receive .* writes .* has read on compute"),
     "a buffer is overwritten while its content is sent on":
-        (P2PTransport, "_let_leave", nothing, "p2p", r"^receive .* writes .* that send has read on link"),
+        (P2PTransport, "_wait_for_aliasing_sends", nothing, "p2p", r"^receive .* writes .* that send has read on link"),
     "what is sent is dropped before it has left":
         (P2PTransport, "send", drops_what_it_sends, "p2p", r"of compute .* is freed while send uses it on link"),
     "a stream does not wait for a receive":
@@ -369,13 +374,13 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a stream does not wait for sums":
         (Work, "wait", waits_on_host_only, "sums", r"compute .* reads .* that sum has written on replicas"),
     "a receive does not wait for the neighbour that its buffer is handed on to":
-        (prefetched_receives, "_reached", reaches_no_neighbour, "neighbours", r" reads .* that receive has written"),
+        (prefetched_receives, "_readers_of", reaches_no_neighbour, "neighbours", r" reads .* that receive has written"),
     "the host reads marks that have not come":
         (Event, "synchronize", nothing, "recorded", r"^the host reads the time of an event"),
     "marks are made again before they are read":
         (StreamClock, "begin_step", reuses_events, "recorded", r"^marks have been made again"),
     "a buffer is dropped before its sums have come":
-        (Replicas, "_begin", drops_what_it_receives, "sums", r"of compute .* is freed while sum uses it"),
+        (Replicas, "_launch_ready_sums", drops_what_it_receives, "sums", r"of compute .* is freed while sum uses it"),
     "a thread writes a checkpoint that has not arrived":
         (Snapshot, "take", arrives_at_once, "copied", r"^the host .* reads .* that aten::copy_ has written"),
     "a checkpoint is overwritten while it is written":

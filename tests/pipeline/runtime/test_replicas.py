@@ -91,7 +91,7 @@ def test_sums_begin_within_the_last_backward(
     send = dist.all_to_all_single
 
     def sending(received: torch.Tensor, own: torch.Tensor, **settings: Any) -> Any:
-        happened.append(names[id(alone._buckets[alone._begun - 1].parameters[0])])
+        happened.append(names[id(alone._buckets[alone._launched - 1].parameters[0])])
         return send(received, own, **settings)
 
     monkeypatch.setattr(dist, "all_to_all_single", sending)
@@ -122,7 +122,7 @@ def test_a_replica_without_samples_gets_the_sums_and_no_gradient_of_what_nobody_
         stage.module.zero_grad()
     alone.begin_step({index: stage.module for index, stage in made.items()})
     for index in made:
-        with alone.last_action(index):
+        with alone.overlapping_last_action(index):
             pass
     alone.finish()
     found = gradients(made)
@@ -209,7 +209,7 @@ def test_the_memory_of_gradients_and_their_sums_is_planned(graphs: bool, alone: 
     stage = Stage(0, layers, first_layer=0, inputs=(), device=CPU, run_seed=0)
     stage.set_training(True)
     if graphs:
-        stage.use_graphs(maker)
+        stage.use_cuda_graphs(maker)
     executor, order = Executor({0: stage}, [0], LocalTransport([CPU])), build("gpipe", 1, 2, "always")
     with Memory(maker) as memory:
         for number in range(4):

@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
-from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.schedule.named_schedules import SCHEDULES
-from gpipe_cli.schedule.schedule import RECOMPUTE, Retain
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Retain
 
 WAYS = covering(
     name=tuple(SAMPLES),
     partitions=(1, 3, 4),
     schedule=SCHEDULES,
-    recompute=RECOMPUTE,
+    recompute=RECOMPUTE_MODES,
     sizes=((8, 4), (7, 3)),  # samples and micro-batches: even, and of 3, 2 and 2 samples
 )
 MOST = {"amoebanet": 1, "translation": 2, "translation in bfloat16": 1}  # layers between two cuts
@@ -95,15 +95,15 @@ class Allocated(TorchDispatchMode):
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._known = set(map(storage_of, known))
+        self._known = set(map(storage_id, known))
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(returned):
-            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in self._known:
+            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self._known:
                 storage = tensor.untyped_storage()
-                self._made[storage_of(tensor)] = StorageWeakRef(storage), storage.nbytes()
+                self._made[storage_id(tensor)] = StorageWeakRef(storage), storage.nbytes()
         return returned
 
     @property
@@ -117,7 +117,7 @@ def test_what_is_counted_is_what_is_alive() -> None:
     made = stage(nn.Sequential(Attends()), (BoundaryTensor((0, 3, 8), (1, 0, 0), torch.float32, True),))
     given, gradient = torch.rand(2, 3, 8), torch.rand(2, 3, 8)
     with Allocated([given, gradient, *made.module.parameters()]) as allocated:
-        made.forward(0, (given,), Retain.GRAPH)
+        made.forward(0, (given,), Retain.ACTIVATIONS)
     assert made.counter.bytes == given.nbytes + allocated.alive_bytes
     with allocated:
         made.backward_inputs(0, (gradient,))

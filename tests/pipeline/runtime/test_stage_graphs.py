@@ -146,8 +146,8 @@ def trained(
             optimizer.step()
             optimizer.zero_grad()
     assert pipeline._part is not None
-    used = [stage.graphs for stage in pipeline._part.stages.values() if stage.graphs is not None]
-    causes = [one.cause for one in used if one.cause]
+    used = [stage.cuda_graphs for stage in pipeline._part.stages.values() if stage.cuda_graphs is not None]
+    causes = [one.fallback_reason for one in used if one.fallback_reason]
     return pipeline.state_dict(), causes, sum(one.replays for maker in makers for one in maker.tapes)
 
 
@@ -213,17 +213,17 @@ def _one_pool(patch: pytest.MonkeyPatch) -> Change:
 
 
 def _frozen_number(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs._Frozen, "changed", lambda frozen: "")
+    patch.setattr(stage_graphs._Guards, "changed", lambda frozen: "")
     return scales
 
 
 def _moved_weights(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs._Frozen, "changed", lambda frozen: "")
+    patch.setattr(stage_graphs._Guards, "changed", lambda frozen: "")
     return moves_weights
 
 
 def _no_seed(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(tape.Draws, "manual_seed", lambda draws, seed: None)
+    patch.setattr(tape.RngState, "manual_seed", lambda rng, seed: None)
     return nothing
 
 
@@ -233,7 +233,7 @@ def _no_copy(patch: pytest.MonkeyPatch) -> Change:
 
 
 def _gradients_elsewhere(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs.StageGraphs, "_bind", lambda graphs, parameters: None)
+    patch.setattr(stage_graphs.StageCudaGraphs, "_use_static_grads", lambda graphs, parameters: None)
     return nothing
 
 
@@ -243,7 +243,7 @@ def _moments_of_recomputations(patch: pytest.MonkeyPatch) -> Change:
 
     def recompute_and_track(own: Stage, micro_batch: int) -> None:
         recompute(own, micro_batch)
-        slots, again = own.statistics.of(micro_batch), own.statistics.new_moments()
+        slots, again = own.statistics.moments_of(micro_batch), own.statistics.new_moments()
         for slot, tracked in zip(again, slots, strict=False):
             slot.moments.copy_(tracked.moments)
             slot.counts.update(tracked.counts)
@@ -317,7 +317,7 @@ def test_gradients_of_several_steps_add_up(tied: bool, monkeypatch: pytest.Monke
             same = other[name]
             assert (value is None) == (same is None), name
             assert value is None or (same is not None and torch.equal(value, same)), name
-    causes = [stage.graphs.cause for stage in pipeline._part.stages.values()]
+    causes = [stage.cuda_graphs.fallback_reason for stage in pipeline._part.stages.values()]
     assert causes == ["", ""]
 
 
@@ -379,7 +379,7 @@ def test_a_recording_that_fails_is_tried_again(
     assert [*map(bool, replays)] == [step >= replays_begin for step in range(len(samples))]
     assert maker.failed == failures
     assert pipeline._part is not None
-    causes = [one.graphs.cause for one in pipeline._part.stages.values() if one.graphs is not None]
+    causes = [one.cuda_graphs.fallback_reason for one in pipeline._part.stages.values() if one.cuda_graphs is not None]
     reason = "RuntimeError: a node of autograd belongs to another stream"
     assert causes == [reason if replays_begin == len(samples) else ""] * 2
 
@@ -417,7 +417,7 @@ def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.Monke
         layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
         pipeline = Pipeline(layers, partitions=1, balance=[2], micro_batches=micro_batches, recompute="never")
         images, targets = torch.randn(2, 2 * micro_batches, 64)
-        held, recordings, causes = list[int](), list[int](), list[str]()
+        held, captures, causes = list[int](), list[int](), list[str]()
         with tape.Memory(maker) as memory:
             for step in range(5):
                 maker.left += 100 if step == 3 else 0
@@ -426,12 +426,12 @@ def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.Monke
                     parameter.grad = None
                 maker.tapes.clear()
                 assert pipeline._part is not None
-                graphs = pipeline._part.stages[0].graphs
+                graphs = pipeline._part.stages[0].cuda_graphs
                 assert graphs is not None
                 held.append(memory.bytes)
-                recordings.append(graphs.recordings)
-                causes.append(graphs.cause)
-        found.append((held, recordings, causes))
+                captures.append(graphs.captures)
+                causes.append(graphs.fallback_reason)
+        found.append((held, captures, causes))
     (two, *_), (none, *of_none), (third, *of_third) = found
     failed = "OutOfMemoryError: no memory is left"
     assert of_none == [[0, 0, 0, 0, 4], ["", *[failed] * 3, ""]]
@@ -447,7 +447,7 @@ def test_what_is_read_of_a_single_sample_shows_in_the_proof(monkeypatch: pytest.
     for _ in range(2):
         pipeline.step(torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
     assert pipeline._part is not None
-    causes = [one.graphs.cause for one in pipeline._part.stages.values() if one.graphs is not None]
+    causes = [one.cuda_graphs.fallback_reason for one in pipeline._part.stages.values() if one.cuda_graphs is not None]
     assert causes == ["", "output 0 has other bits when the layers are replayed"]
 
 

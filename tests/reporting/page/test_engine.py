@@ -23,10 +23,10 @@ from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.dependencies import ScheduleError, check
-from gpipe_cli.schedule.held import Held, bytes_held, peak_waiting
+from gpipe_cli.schedule.in_flight_memory import SavedAmounts, bytes_per_action, peak_skip_bytes
 from gpipe_cli.schedule.named_schedules import ORDERS, order
 from gpipe_cli.schedule.placement import PLACEMENTS, place
-from gpipe_cli.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
+from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Schedule, with_recomputation
 from gpipe_cli.schedule.schedule_file import read_schedule
 from gpipe_cli.schedule.simulator import EdgeCost, Edges, StageCost, TieCost, simulate
 from gpipe_cli.system.machine import usable_cores
@@ -131,7 +131,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     name, devices = chance.choice(KNOWN), chance.randint(1, 4)
     K = devices * chance.randint(1, 8 // devices) if name == "interleaved" else chance.randint(1, 8)
     M = chance.randint(1, 32)
-    recompute = chance.choice(RECOMPUTE)
+    recompute = chance.choice(RECOMPUTE_MODES)
     stages = [
         StageCost(*(chance.uniform(0.1, 2) for _ in range(5)), chance.choice((0.0, 0.3)), chance.choice((0.0, 0.5)))
         for _ in range(K)
@@ -153,7 +153,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         edges = {(k, k + 1): EdgeCost(chance.uniform(0, 1), chance.uniform(0, 1)) for k in range(K - 1)}
         edges |= {ends: EdgeCost(chance.uniform(0, 5), chance.uniform(0, 5)) for ends in skips}
     waiting = {ends: [(chance.randint(0, 1 << 40), chance.randint(0, 1 << 40)) for _ in range(M)] for ends in skips}
-    sizes = [[Held(*(chance.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
+    sizes = [[SavedAmounts(*(chance.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
 
     schedule = with_recomputation(order(name, K, M, devices), recompute)
     check(schedule)
@@ -176,8 +176,8 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
             for of in timeline.events
         ],
         "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
-        "held": [list(bytes_held(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
-        "waiting": list(peak_waiting(schedule, waiting, device_of_stage)),
+        "held": [list(bytes_per_action(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
+        "waiting": list(peak_skip_bytes(schedule, waiting, device_of_stage)),
         "checked": None,
         "idle": {why: value for why, value in idle.items() if value > 1e-9},
     }  # fmt: skip
@@ -206,7 +206,7 @@ def test_an_order_is_refused_where_python_refuses_it(page: "Page") -> None:
     for _ in range(200):
         K, M = chance.randint(1, 4), chance.randint(1, 4)
         name = chance.choice(("gpipe", "1f1b", "zero_bubble"))
-        rows = [list(row) for row in with_recomputation(order(name, K, M), chance.choice(RECOMPUTE))]
+        rows = [list(row) for row in with_recomputation(order(name, K, M), chance.choice(RECOMPUTE_MODES))]
         for _ in range(chance.randint(0, 3)):
             row = chance.choice(rows)
             row.insert(chance.randrange(len(row)), row.pop(chance.randrange(len(row))))

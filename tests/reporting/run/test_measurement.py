@@ -50,7 +50,7 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
         StageMemory(0, 1000, 10, 20, 30, 401, 39, 1500),
         StageMemory(1, 0, 10, 20, 30, 402, -2, 460),  # not all of it at once
     )
-    one_process = spec(process_of_stage=(0, 0), devices=("cpu", "cpu"))
+    one_process = spec(rank_of_stage=(0, 0), devices=("cpu", "cpu"))
     (together,) = stage_memory(one_process, planned, [2000, 2000], None, [1000, 1000])
     assert (together.stage, together.weights, together.activations, together.peak) == (None, 20, 800, 2000)
     assert sum(astuple(together)[1:-1]) == together.peak
@@ -58,17 +58,17 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "process_of_stage", "stages"),
+    ("devices", "rank_of_stage", "stages"),
     [
         ("cuda:0 cuda:0 cuda:1 cuda:1", (0, 0, 0, 0), ["0,1", "2,3"]),
         ("cpu cpu cpu cpu", (0, 0, 0, 1), ["0-2", 3]),
     ],
 )
 def test_stages_that_share_a_peak_share_a_row(
-    devices: str, process_of_stage: tuple[int, ...], stages: list[object]
+    devices: str, rank_of_stage: tuple[int, ...], stages: list[object]
 ) -> None:
     """An allocator, or the system, tells what all of them needed: it is not there once for each."""
-    placed = spec(layer_names=(("a",),) * 4, devices=tuple(devices.split()), process_of_stage=process_of_stage)
+    placed = spec(layer_names=(("a",),) * 4, devices=tuple(devices.split()), rank_of_stage=rank_of_stage)
     found = stage_memory(placed, [PlannedMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
     assert [entry.stage for entry in found] == stages
     assert sum(entry.peak for entry in found) == 100 * len(stages)

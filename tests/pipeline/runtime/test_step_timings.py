@@ -12,7 +12,7 @@ from engine_runs import CPU, NOTHING_FROZEN, SumOfSquares, build_stages, costs_o
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, measured_timeline, room
+from gpipe_cli.pipeline.runtime.step_timings import MARKS_PER_ACTION, MARKS_PER_STAGE, max_marks, timeline_of_marks
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.schedule.schedule import Action, Kind
@@ -31,12 +31,14 @@ def test_a_step_records_every_action_of_its_stages() -> None:
     plan = build("1f1b", 3, 4, "except_last")
     runs = executor(3)
     before = time.perf_counter()
-    recording = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), SumOfSquares())
+    timings = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), SumOfSquares())
     after = time.perf_counter()
-    seconds = recording.seconds()
-    assert [len(seconds[k]) for k in range(3)] == [MARKS * len(actions) + ENDS for actions in plan]
-    assert all(len(values) <= room(4) for values in seconds.values())
-    timeline = measured_timeline(plan, [seconds[k] for k in range(3)])
+    seconds = timings.seconds()
+    assert [len(seconds[k]) for k in range(3)] == [
+        MARKS_PER_ACTION * len(actions) + MARKS_PER_STAGE for actions in plan
+    ]
+    assert all(len(values) <= max_marks(4) for values in seconds.values())
+    timeline = timeline_of_marks(plan, [seconds[k] for k in range(3)])
     for actions, spans, values in zip(plan, timeline.stages, seconds.values(), strict=True):
         assert tuple(span.action for span in spans) == actions
         assert values == sorted(values)
@@ -52,7 +54,7 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
     f0, b0, f1, b1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in (Kind.F, Kind.B))
     stage0 = [0.0, 0, 10, 11, 11, 32, 40, 40, 40, 40, 40, 42]
     stage1 = [0.0, 13, 20, 20, 20, 20, 30, 30, 30, 30, 30, 31]
-    timeline = measured_timeline(plan, [stage0, stage1])
+    timeline = timeline_of_marks(plan, [stage0, stage1])
     assert timeline.stages == ((Span(f0, 0, 10), Span(b0, 32, 40)), (Span(f1, 13, 20), Span(b1, 20, 30)))
     assert timeline.events[0] == (
         Event(EventKind.TRANSFER, 10, 11, f0),
@@ -66,7 +68,7 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
         Event(EventKind.UPDATE, 30, 31, None),
     )
     # what stage 1, which was done with the step before, waited before this one began is no part of it
-    assert measured_timeline(plan, [stage0, stage1], began_seconds=5.0).events[1][0] == Event(
+    assert timeline_of_marks(plan, [stage0, stage1], began_seconds=5.0).events[1][0] == Event(
         EventKind.WAITING, 5, 10, f1
     )
     # it was handed on before stage 1 was free: all is transfer; later than it was there, by clocks that differ: nothing
@@ -74,7 +76,7 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
         free = [*stage1]
         free[0] = began
         stage0[2] = 10 if kind is EventKind.TRANSFER else 15
-        assert measured_timeline(plan, [stage0, free]).events[1][0] == Event(kind, began, 13, f1)
+        assert timeline_of_marks(plan, [stage0, free]).events[1][0] == Event(kind, began, 13, f1)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins processes to a core")
@@ -86,7 +88,7 @@ def test_a_core_that_others_want_too_is_shared() -> None:
     try:
         runs, plan = executor(1), build("gpipe", 1, 4, "never")
         steps = (runs.run(plan, step, [32] * 4, (torch.randn(128, 3, 8, 8),), SumOfSquares()) for step in range(30))
-        noticed = any(recording.without_core(0) > 0.2 for recording in steps)
+        noticed = any(timings.without_core(0) > 0.2 for timings in steps)
     finally:
         for other in others:
             other.kill()

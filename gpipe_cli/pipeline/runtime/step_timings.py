@@ -18,8 +18,10 @@ from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, new_timer
 
 Mark: TypeAlias = Any  # seconds (float) on the host, an event on a GPU; read by the clock that made it
-MARKS = 4  # marks per action: begun, everything received, computed, handed on
-ENDS = 4  # marks per stage after its actions: begin and end of the wait for replicas' sums, and of its update
+MARKS_PER_ACTION = 4  # marks per action: begun, everything received, computed, handed on
+MARKS_PER_STAGE = (
+    4  # marks per stage after its actions: begin and end of the wait for replicas' sums, and of its update
+)
 _ANCHOR_STEPS = 50  # steps between comparisons of a GPU's clock with the host's, which drift by parts in a million
 
 
@@ -29,7 +31,7 @@ class HostClock:
     now = staticmethod(time.perf_counter)
     # CPU time of the calling thread, which computes. OpenMP's threads wait for each other within a millisecond, so
     # this thread's time also shows a core that another thread lacks.
-    core_seconds = staticmethod(time.thread_time)
+    cpu_seconds = staticmethod(time.thread_time)
 
     def begin_step(self) -> None:
         pass
@@ -50,7 +52,7 @@ class StreamClock:
     counts from the previous step's. Other events are reused: marks are read within the step that follows theirs.
     """
 
-    core_seconds = staticmethod(float)  # always 0: the device does the work
+    cpu_seconds = staticmethod(float)  # always 0: the device does the work
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,7 +118,7 @@ class _Reference:
 Clock: TypeAlias = HostClock | StreamClock  # marks moments in the order of a device's work
 
 
-class Recording:
+class StepTimings:
     """The marks of a step on the stages of this process, read by `seconds` when there is time for it."""
 
     def __init__(self, schedule: Schedule, readers: Mapping[int, Callable[[Sequence[Mark]], list[float]]]) -> None:
@@ -125,30 +127,30 @@ class Recording:
         self._marks: dict[int, list[Mark]] = {stage: [] for stage in readers}
         self._sums: dict[int, tuple[Mark, Mark]] = {}
         self._updates: dict[int, tuple[Mark, Mark]] = {}
-        self._core_seconds = dict.fromkeys(readers, 0.0)
+        self._cpu_seconds = dict.fromkeys(readers, 0.0)
 
-    def action(
-        self, stage: int, begun: Mark, received: Mark, computed: Mark, handed_on: Mark, core_seconds: float = 0.0
+    def mark_action(
+        self, stage: int, begun: Mark, received: Mark, computed: Mark, sent: Mark, cpu_seconds: float = 0.0
     ) -> None:
-        """Add the four marks of an action, which had a core for `core_seconds` between `received` and `computed`."""
-        self._marks[stage] += (begun, received, computed, handed_on)
-        self._core_seconds[stage] += core_seconds
+        """Add the four marks of an action, which had a core for `cpu_seconds` between `received` and `computed`."""
+        self._marks[stage] += (begun, received, computed, sent)
+        self._cpu_seconds[stage] += cpu_seconds
 
-    def added_up(self, stage: int, begun: Mark, ended: Mark) -> None:
+    def mark_gradient_sync(self, stage: int, begun: Mark, ended: Mark) -> None:
         """Add the marks of the wait for gradients of other replicas, and of other stages with the same weights."""
         self._sums[stage] = (begun, ended)
 
-    def update(self, stage: int, begun: Mark, ended: Mark) -> None:
+    def mark_update(self, stage: int, begun: Mark, ended: Mark) -> None:
         self._updates[stage] = (begun, ended)
 
     def without_core(self, stage: int) -> float:
         """The share of its computing time for which the stage had no core, taken by other processes; 0 on a GPU."""
-        core_seconds = self._core_seconds[stage]
-        if not core_seconds:
+        cpu_seconds = self._cpu_seconds[stage]
+        if not cpu_seconds:
             return 0.0
         marks = self._marks[stage]
-        computing_seconds = sum(marks[first + 2] - marks[first + 1] for first in range(0, len(marks), MARKS))
-        return max(0.0, 1 - core_seconds / computing_seconds)
+        computing_seconds = sum(marks[first + 2] - marks[first + 1] for first in range(0, len(marks), MARKS_PER_ACTION))
+        return max(0.0, 1 - cpu_seconds / computing_seconds)
 
     def seconds(self) -> dict[int, list[float]]:
         """By stage, seconds of the host's clock: MARKS per action, in the schedule's order, then ENDS. On a GPU this
@@ -161,31 +163,31 @@ class Recording:
         return seconds
 
 
-class Recorder:
+class StepTimer:
     """Records steps on the stages (by index) of this process, which live on `devices`."""
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
         clocks = {device: StreamClock(device) if is_accelerator(device) else HostClock() for device in devices.values()}
         self.clocks: dict[int, Clock] = {stage: clocks[device] for stage, device in devices.items()}
 
-    def begin_step(self, schedule: Schedule) -> Recording:
+    def begin_step(self, schedule: Schedule) -> StepTimings:
         for clock in set(self.clocks.values()):
             clock.begin_step()
-        return Recording(schedule, {stage: clock.reader_of_all() for stage, clock in self.clocks.items()})
+        return StepTimings(schedule, {stage: clock.reader_of_all() for stage, clock in self.clocks.items()})
 
 
-def room(micro_batches: int) -> int:
+def max_marks(micro_batches: int) -> int:
     """The most numbers in a stage's recording of a step: each micro-batch has at most an F, an R, an I and a W."""
-    return 4 * micro_batches * MARKS + ENDS
+    return 4 * micro_batches * MARKS_PER_ACTION + MARKS_PER_STAGE
 
 
-def measured_timeline(
+def timeline_of_marks(
     schedule: Schedule,
     seconds: Sequence[Sequence[float]],
     began_seconds: float = -math.inf,
     device_of_stage: Sequence[int] = (),
 ) -> Timeline:
-    """The timeline of a recorded step; `seconds[k]` are stage k's numbers, as `Recording.seconds` gives them, and
+    """The timeline of a recorded step; `seconds[k]` are stage k's numbers, as `StepTimings.seconds` gives them, and
     `device_of_stage[k]` is the number of its device.
 
     It begins at `began_seconds`: earlier waiting is left out, as a stage may wait for its first micro-batch while
@@ -194,20 +196,20 @@ def measured_timeline(
     action_ends = {
         action: computed
         for actions, numbers in zip(schedule.stages, seconds, strict=True)
-        for action, computed in zip(actions, numbers[2::MARKS], strict=False)
+        for action, computed in zip(actions, numbers[2::MARKS_PER_ACTION], strict=False)
     }
     stages, events = [], []
     for actions, numbers in zip(schedule.stages, seconds, strict=True):
         spans: list[Span] = []
         stage_events: list[Event] = []
-        marks = zip(*(numbers[mark::MARKS] for mark in range(MARKS)), strict=True)
-        for action, (begun, received, computed, handed_on) in zip(actions, marks, strict=False):
+        marks = zip(*(numbers[mark::MARKS_PER_ACTION] for mark in range(MARKS_PER_ACTION)), strict=True)
+        for action, (begun, received, computed, sent) in zip(actions, marks, strict=False):
             if (source := schedule.source(action)) is not None:
                 stage_events += gap(action, max(begun, min(began_seconds, received)), received, action_ends[source])
             spans.append(Span(action, received, computed))
-            if handed_on > computed:
-                stage_events.append(Event(EventKind.TRANSFER, computed, handed_on, action))
-        sum_begun, sum_ended, begun, ended = numbers[len(actions) * MARKS :][:ENDS]
+            if sent > computed:
+                stage_events.append(Event(EventKind.TRANSFER, computed, sent, action))
+        sum_begun, sum_ended, begun, ended = numbers[len(actions) * MARKS_PER_ACTION :][:MARKS_PER_STAGE]
         last_events = Event(EventKind.TRANSFER, sum_begun, sum_ended, None), Event(EventKind.UPDATE, begun, ended, None)
         stages.append(tuple(spans))
         events.append((*stage_events, *(event for event in last_events if event.seconds > 0)))
