@@ -11,10 +11,18 @@ from fnmatch import fnmatchcase
 
 from gpipe_cli import __version__
 from gpipe_cli.commands.command_names import COMMANDS, OLD_COMMANDS, OLD_SETTINGS
-from gpipe_cli.commands.outcome import outcome, run_command
-from gpipe_cli.config.did_you_mean import nearest
+from gpipe_cli.commands.command_runner import run_command, run_guarded
+from gpipe_cli.config.did_you_mean import suggest_nearest
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, read_torchrun_env
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError, InvalidSettingError, show
+from gpipe_cli.errors import (
+    BAD_INPUT,
+    INTERRUPTED,
+    SIGPIPE_EXIT,
+    STOPPED,
+    InputError,
+    InvalidSettingError,
+    format_value,
+)
 from gpipe_cli.system.streams import prepare_streams
 
 USAGE = "\n".join(
@@ -42,24 +50,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs `gpipe` with the given arguments (those of the process if None); returns the exit code."""
     if arguments is None:
         prepare_streams()
-    given = sys.argv[1:] if arguments is None else arguments
-    name = f"gpipe {given[0]}" if given and given[0] in COMMANDS else "gpipe"
-    ended = outcome(lambda: _main(given))
-    if ended.exit_code == UNREAD:
+    argv = sys.argv[1:] if arguments is None else arguments
+    name = f"gpipe {argv[0]}" if argv and argv[0] in COMMANDS else "gpipe"
+    result = run_guarded(lambda: _main(argv))
+    if result.exit_code == SIGPIPE_EXIT:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's flush at exit would raise again
-    elif ended.error and is_rank_zero():
-        drawn = getattr(ended.refusal, "drawn", "")
-        sys.stderr.write(f"{name}: {ended.error}\n" + (f"{drawn}\n" if drawn else ""))
-    elif ended.error and ended.exit_code not in (INTERRUPTED, STOPPED):
-        time.sleep(RANK_ZERO_GRACE_SECONDS)  # with the same error, rank 0 exits, and torchrun ends this process
-        started = read_torchrun_env()
-        assert started is not None
-        sys.stderr.write(f"{name}: process {started.rank}: {ended.error}\n")
-    return ended.exit_code
+    elif result.error and is_rank_zero():
+        diagram = getattr(result.input_error, "diagram", "")
+        sys.stderr.write(f"{name}: {result.error}\n" + (f"{diagram}\n" if diagram else ""))
+    elif result.error and result.exit_code not in (INTERRUPTED, STOPPED):
+        # with the same error, rank 0 exits, and torchrun ends this process
+        time.sleep(RANK_ZERO_GRACE_SECONDS)
+        torchrun = read_torchrun_env()
+        assert torchrun is not None
+        sys.stderr.write(f"{name}: process {torchrun.rank}: {result.error}\n")
+    return result.exit_code
 
 
-def _main(given: list[str]) -> int:
-    match given:
+def _main(argv: list[str]) -> int:
+    match argv:
         case ["-h" | "--help"]:
             sys.stdout.write(USAGE)
         case ["--version"]:
@@ -75,8 +84,8 @@ def _main(given: list[str]) -> int:
         case [command, *_] if command in OLD_COMMANDS:
             raise InputError(f"{command}: this command is gone; {OLD_COMMANDS[command]}")
         case [command, *_]:
-            hint = nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
-            raise InputError(f"{show(command)}: there is no such command{hint}; see gpipe --help")
+            hint = suggest_nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
+            raise InputError(f"{format_value(command)}: there is no such command{hint}; see gpipe --help")
         case _:
             sys.stderr.write(USAGE)
             return BAD_INPUT

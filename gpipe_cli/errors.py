@@ -4,7 +4,7 @@ import unicodedata
 
 FAILED, BAD_INPUT = 1, 2
 STOPPED = 3  # by SIGTERM or SIGUSR1
-INTERRUPTED, UNREAD = 130, 141  # as shells report SIGINT and SIGPIPE; the latter: `gpipe ... | head`
+INTERRUPTED, SIGPIPE_EXIT = 130, 141  # as shells report SIGINT and SIGPIPE; the latter: `gpipe ... | head`
 
 
 class InputError(ValueError):
@@ -21,21 +21,21 @@ class NothingFitsError(InputError):
 
 
 class InvalidSettingError(InputError):
-    """A setting has an invalid value: `model.filters=0: why; remedy`. `drawn`: lines to print below the message."""
+    """A setting has an invalid value: `model.filters=0: why; remedy`. `diagram`: lines to print below the message."""
 
-    def __init__(self, key: str, value: object, why: str, drawn: str = "") -> None:
-        super().__init__(key, value, why, drawn)
-        self.key, self.value, self.why, self.drawn = key, value, why, drawn
+    def __init__(self, key: str, value: object, why: str, diagram: str = "") -> None:
+        super().__init__(key, value, why, diagram)
+        self.key, self.value, self.why, self.diagram = key, value, why, diagram
 
     def __str__(self) -> str:
-        return f"{self.key}={show(self.value)}: {self.why}"
+        return f"{self.key}={format_value(self.value)}: {self.why}"
 
 
 class InvalidValueError(InvalidSettingError):
     """A value that is invalid whatever the other settings are: a sweep that has it must not start any run."""
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as it is written on the command line: `null`, `true`, `[4,8]`."""
     match value:
         case None:
@@ -43,14 +43,14 @@ def show(value: object) -> str:
         case bool():
             return str(value).lower()
         case list() | tuple():
-            return "[" + ",".join(show(item) for item in value) + "]"
+            return "[" + ",".join(format_value(item) for item in value) + "]"
         case dict():
-            return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+            return "{" + ",".join(f"{key}:{format_value(item)}" for key, item in value.items()) + "}"
         case _:
             return "".join(c if unicodedata.category(c) not in ("Cc", "Cs") else ascii(c)[1:-1] for c in str(value))
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A text for an error message, cut if it is long, such as a number with thousands of digits."""
     return text if len(text) <= 60 else f"{text[:20]}..."
 
@@ -60,13 +60,13 @@ def is_one_line(text: str) -> bool:
     return text != "" and not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
-def one_line(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The message of a library's exception on one line; of an OSError the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
 
 
-def with_type(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception's type and text: the text of a KeyError alone is only the key."""
-    return f"{type(error).__name__}: {one_line(error)}"
+    return f"{type(error).__name__}: {error_text(error)}"

@@ -64,7 +64,7 @@ def duration_range(seconds: tuple[float, float]) -> str:
     return f"{number} to {high}" if high.partition(" ")[2] == unit else f"{low} to {high}"
 
 
-def rounded(parts: Mapping[str, float]) -> dict[str, float]:
+def round_preserving_sum(parts: Mapping[str, float]) -> dict[str, float]:
     """Round each part to one decimal so that the rounded parts add up to the rounded sum (largest remainders)."""
     tenths = {name: math.floor(10 * value) for name, value in parts.items()}
     missing = round(10 * sum(parts.values())) - sum(tenths.values())
@@ -82,7 +82,7 @@ def rate(per_second: float | None) -> str:
     return f"{per_second:,.0f}" if per_second >= 999.95 else f"{per_second:.1f}"
 
 
-def spans(numbers: Iterable[int], to: str) -> list[str]:
+def join_ranges(numbers: Iterable[int], to: str) -> list[str]:
     """Ascending numbers, with three or more in sequence joined by `to`: `1 to 4`, `7`, `9`, `10`."""
     groups = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in group] for _, group in groups]

@@ -60,20 +60,20 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def trees_are_composed_once() -> Iterator[None]:
     """Hydra takes 0.2 s to compose a configuration. One that includes a test's own files, and not only recipes, is
     composed every time."""
-    from gpipe_cli.commands import composing
+    from gpipe_cli.commands import compose_config
 
-    compose, trees = composing._composed, dict[tuple[str, ...], Any]()
+    compose, trees = compose_config._compose_with_hydra, dict[tuple[str, ...], Any]()
     recipes = Path(__file__).parent.parent / "recipes"
 
     def composed(line: Any, chosen: tuple[str, ...]) -> Any:
-        folders = {folder.resolve() for folder in composing._user_folders(line)}
+        folders = {folder.resolve() for folder in compose_config._user_folders(line)}
         if not folders <= {recipes}:
             return compose(line, chosen)
         key = (line.command, str(line.options["config_name"]), *map(str, folders), *chosen)
         return trees[key] if key in trees else trees.setdefault(key, compose(line, chosen))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composing, "_composed", composed)
+        patch.setattr(compose_config, "_compose_with_hydra", composed)
         yield
 
 

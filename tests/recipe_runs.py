@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from gpipe_cli.commands.outcome import run_command
-from gpipe_cli.commands.recipe_run import simulating_recipe
+from gpipe_cli.commands.command_runner import run_command
+from gpipe_cli.commands.recipe_run import make_recipe_simulator
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.experiment import Experiment
-from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.recipe import read_recipe
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner, Scale
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
@@ -24,7 +24,7 @@ Answer = Callable[[str, Mapping[str, str], Path], tuple[str, dict[str, Any]]]
 
 def experiment(name: str, **values: Any) -> Experiment:
     """What the recipe ``name`` runs and shows, with other ``values``."""
-    found = load(name).experiment
+    found = read_recipe(name).experiment
     return replace(found, values={**(found.values or {}), **values})
 
 
@@ -39,7 +39,7 @@ def perform(arguments: Sequence[str], log: IO[str]) -> None:
 def real_runner(name: str, folder: Path, *settings: str) -> Runner:
     """Of the recipe ``name`` at desk scale, with these settings for every command."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Runner(name, folder, settings, perform, simulating_recipe(name), lambda line: None, "desk")
+    return Runner(name, folder, settings, perform, make_recipe_simulator(name), lambda line: None, "desk")
 
 
 def answering(

@@ -13,11 +13,11 @@ import yaml
 
 import gpipe_cli
 from gpipe_cli.cli import COMMANDS, RANK_ZERO_GRACE_SECONDS, main
-from gpipe_cli.commands.outcome import outcome, run_command
+from gpipe_cli.commands.command_runner import run_command, run_guarded
 from gpipe_cli.errors import BAD_INPUT, InputError, InvalidSettingError
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.worker import _failure
-from gpipe_cli.reproduction.runner import FOLDER
+from gpipe_cli.reproduction.runner import RECIPES_DIR
 
 LIGHT = """
 import sys
@@ -65,12 +65,12 @@ def test_only_what_the_user_can_mend_is_bad_input(monkeypatch: pytest.MonkeyPatc
 
     refused = InvalidSettingError("partitions", 0, "must be at least 1; use partitions=1")
     inside = ValueError("max() arg is an empty sequence")
-    assert (outcome(fails(refused)).exit_code, outcome(fails(refused)).refusal) == (BAD_INPUT, refused)
+    assert (run_guarded(fails(refused)).exit_code, run_guarded(fails(refused)).input_error) == (BAD_INPUT, refused)
     with pytest.raises(ValueError, match="empty sequence"):  # as a fault of the program, with its traceback
-        outcome(fails(inside))
+        run_guarded(fails(inside))
     monkeypatch.setenv("GPIPE_FULL_ERROR", "1")
     with pytest.raises(InputError, match="partitions=0"):
-        outcome(fails(refused))
+        run_guarded(fails(refused))
     reasons = [_failure(0, error) for error in (refused, inside)]
     assert [failure.reason for failure in reasons] == [Reason.USER, Reason.OTHER]
     assert reasons[1].text == "ValueError: max() arg is an empty sequence"
@@ -136,7 +136,10 @@ def test_a_file_that_does_not_fit_is_refused_before_anything_heavy_is_imported()
         ("train filters=3", "gpipe train: filters=3: there is no such setting; did you mean model.filters?"),
         # Settings of another command, which a recipe may have for it: typed here they once had no effect.
         ("train +rounds=5", "gpipe train: rounds=5: gpipe train has no such setting, gpipe bench has; leave it out"),
-        (f"train -cd {FOLDER} -cn table2_amoebanet steps=5", "steps=5: gpipe train has no such setting, gpipe bench"),
+        (
+            f"train -cd {RECIPES_DIR} -cn table2_amoebanet steps=5",
+            "steps=5: gpipe train has no such setting, gpipe bench",
+        ),
         ("train dataset.root=x", "gpipe train: dataset.root=x: the chosen dataset has no such setting; leave it out"),
         ("train micro_batches=1,4", "gpipe train: micro_batches=1,4: several values are a sweep; add -m"),
         ("train partitions", "gpipe train: partitions: a setting without a value; write partitions=VALUE"),

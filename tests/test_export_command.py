@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from training_runs import NAMED, TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli import load
+from gpipe_cli.commands.command_runner import run_command
 from gpipe_cli.commands.export_run import _ExportReport
-from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint.files import list_checkpoints, select

@@ -154,7 +154,7 @@ def test_the_engine_does_not_import_the_commands_configuration() -> None:
     """A program with a `Pipeline` of its own has no settings files; the settings that both share are apart."""
     engine = [(where, module) for where, module in own_imports() if part(where) in ENGINE and part(module) == "config"]
     assert {module for where, module in engine if part(where) != "library"} == set()
-    assert {module for _, module in engine} == {"gpipe_cli.config.pipeline_settings", "gpipe_cli.config.typed"}
+    assert {module for _, module in engine} == {"gpipe_cli.config.pipeline_settings", "gpipe_cli.config.schema"}
 
 
 def test_processes_communicate_in_few_parts() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_runs import command
 
-from gpipe_cli.config.comments import FOLDER
+from gpipe_cli.config.comments import CONF_DIR
 from gpipe_cli.results.files import write_result
 
 
@@ -18,7 +18,7 @@ def test_a_row_for_each_choice(topic: str, group: str, capsys: pytest.CaptureFix
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].islower()}
     for name in ("gpipe", group):
         rows.pop(name, None)
-    assert {file.stem for file in (FOLDER / group).glob("*.yaml")} == rows.keys()
+    assert {file.stem for file in (CONF_DIR / group).glob("*.yaml")} == rows.keys()
     assert command("list", topic, "format=json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry[group] for entry in found] == list(rows)

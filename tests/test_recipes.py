@@ -14,29 +14,29 @@ from omegaconf import OmegaConf
 from training_runs import command
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.commands.composing import drop_others, training
+from gpipe_cli.commands.compose_config import strip_foreign_keys, training_config
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.reproduced.readme import BEGIN, END
-from gpipe_cli.reproduction.recipe import load, names
-from gpipe_cli.reproduction.runner import FOLDER
+from gpipe_cli.reproduction.recipe import read_recipe, recipe_names
+from gpipe_cli.reproduction.runner import RECIPES_DIR
 
 ROOT = Path(__file__).parent.parent
 
 
 def configure(name: str, *settings: str) -> tuple[TrainConfig, set[str]]:
     """The typed configuration as `gpipe train` has it, and what the user must give, to which a value was given."""
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+    with initialize_config_dir(str(RECIPES_DIR), version_base="1.3"):
         tree = compose(name, [*settings, "hydra.searchpath=[pkg://gpipe_cli.conf]"])
-    drop_others("train", tree)
+    strip_foreign_keys("train", tree)
     missing = OmegaConf.missing_keys(tree)
     for key in missing:
         OmegaConf.update(tree, key, "given")
-    return training(tree, {})[0], missing
+    return training_config(tree, {})[0], missing
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_all_scales_compose(name: str) -> None:
-    recipe = load(name)
+    recipe = read_recipe(name)
     config, missing = configure(name)
     assert missing <= {"dataset.root"}  # of data that are not public
     assert (config.init_from is not None) == name.startswith("transfer_")
@@ -52,11 +52,12 @@ def test_all_scales_compose(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["imagenet_amoebanet_b", "batch_size_1m", *(name for name in names() if name.startswith("multilingual_"))]
+    "name",
+    ["imagenet_amoebanet_b", "batch_size_1m", *(name for name in recipe_names() if name.startswith("multilingual_"))],
 )
 def test_the_full_model_has_the_paper_s_size(name: str) -> None:
     """To the paper's digits: 400M are 408M, 350M 343M."""
-    experiment = load(name).experiment
+    experiment = read_recipe(name).experiment
     (run,) = (run for run in experiment.runs if run.name == "counted")
     (size,) = experiment.tables[-1].rows
     config, _ = configure(name, *(setting for setting in run.settings if setting != "dry_run=true"))
@@ -70,7 +71,7 @@ def test_the_readme_says_what_the_recipes_say() -> None:
     results = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     sections = dict(section.split("\n\n", 1) for section in results.split("\n### ")[1:])
     claims = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.yaml\) \| ([^|]*) \|", results, re.MULTILINE))
-    recipes = {name: load(name) for name in names()}
+    recipes = {name: read_recipe(name) for name in recipe_names()}
     assert claims == {name: recipe.claim for name, recipe in recipes.items()}
     for name, section in sections.items():
         recipe = recipes[name]

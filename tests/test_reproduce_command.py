@@ -15,7 +15,7 @@ from training_runs import children, command, start_program, wait_until
 from gpipe_cli.benchmark import machine_timing
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.recipe import read_reproduction
-from gpipe_cli.reproduction.recipe import names
+from gpipe_cli.reproduction.recipe import recipe_names
 
 # The breakdown: one measurement and one plan
 TINY = [
@@ -33,8 +33,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("reproduce") == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()]
-    assert [name for name in listed if name in names()] == names()
-    assert names()[:2] == ["table1_amoebanet", "table1_transformer"]
+    assert [name for name in listed if name in recipe_names()] == recipe_names()
+    assert recipe_names()[:2] == ["table1_amoebanet", "table1_transformer"]
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ import pytest
 from training_runs import command
 
 from gpipe_cli.commands import folders
-from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import combinations
-from gpipe_cli.commands.outcome import Outcome, ended, fork_command
-from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
-from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
-from gpipe_cli.commands.train import requested
+from gpipe_cli.commands.command_line import parse_command_line
+from gpipe_cli.commands.command_runner import CommandResult, fork_command, wait_for
+from gpipe_cli.commands.compose_config import combinations
+from gpipe_cli.commands.sweep import Sweep, describe_differences, make_sweep, unused_folder
+from gpipe_cli.commands.sweep_folder import SWEEP_FILE, Attempt, SweepFolder
+from gpipe_cli.commands.train import make_request
 from gpipe_cli.errors import InputError, NothingFitsError
 from gpipe_cli.results.files import read_result, write_result
-from gpipe_cli.results.measures import MEASURES
+from gpipe_cli.results.metrics import METRICS
 from gpipe_cli.system.source_code import commit_of
 
 ODD = [
@@ -38,12 +38,14 @@ def test_runs_are_named_by_what_differs() -> None:
         (two, [], ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]),
         ([["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]], [], ["steps=5", "steps=9"]),
     ):
-        assert [name for name, _ in differences(jobs, same)] == names
-    assert differences(two, [])[1] == ("micro_batches=8,partitions=4", {"partitions": 4, "micro_batches": 8})
+        assert [name for name, _ in describe_differences(jobs, same)] == names
+    assert describe_differences(two, [])[1] == ("micro_batches=8,partitions=4", {"partitions": 4, "micro_batches": 8})
 
 
 def test_a_sweep_is_a_product_in_which_the_last_setting_varies_fastest() -> None:
-    line = read("train", ["-m", "seed=range(1,3)", "hardware=glob(a100*)", "+steps=5", "batch_size=choice(8,16)"])
+    line = parse_command_line(
+        "train", ["-m", "seed=range(1,3)", "hardware=glob(a100*)", "+steps=5", "batch_size=choice(8,16)"]
+    )
     fixed = "+steps=5"
     assert combinations(line, {"epochs": "3", "seed": "7"}) == [
         ("epochs=3", f"seed={seed}", f"hardware={name}", fixed, f"batch_size={size}")
@@ -52,26 +54,28 @@ def test_a_sweep_is_a_product_in_which_the_last_setting_varies_fastest() -> None
 
 
 def test_folders_are_new_and_safe(tmp_path: Path) -> None:
-    first = free_folder(tmp_path, "partition.balance=[4,8],dataset.root='/a b/../c'")
+    first = unused_folder(tmp_path, "partition.balance=[4,8],dataset.root='/a b/../c'")
     assert first == tmp_path / "partition.balance=[4,8],dataset.root=_a_b_.._c"
     first.mkdir()
-    assert free_folder(tmp_path, "partition.balance=[4,8],dataset.root=/a b/../c") == tmp_path / f"{first.name}-2"
-    assert free_folder(tmp_path, "..").parent == tmp_path
-    assert free_folder(tmp_path, "..").name == "run"
-    assert len(free_folder(tmp_path, "x" * 1000).name) <= 255
+    assert unused_folder(tmp_path, "partition.balance=[4,8],dataset.root=/a b/../c") == tmp_path / f"{first.name}-2"
+    assert unused_folder(tmp_path, "..").parent == tmp_path
+    assert unused_folder(tmp_path, "..").name == "run"
+    assert len(unused_folder(tmp_path, "x" * 1000).name) <= 255
 
 
 def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str]) -> None:
-    assert ended(fork_command(lambda: 1 // 0)) == Outcome(1, "ZeroDivisionError: integer division or modulo by zero")
+    assert wait_for(fork_command(lambda: 1 // 0)) == CommandResult(
+        1, "ZeroDivisionError: integer division or modulo by zero"
+    )
     assert "Traceback" in capfd.readouterr().err
-    assert ended(fork_command(lambda: sys.exit(3))) == Outcome(3, "exit code 3")
+    assert wait_for(fork_command(lambda: sys.exit(3))) == CommandResult(3, "exit code 3")
 
     def refuse() -> NoReturn:
         raise NothingFitsError("hardware.memory_gib=8: no cut fits")
 
-    refused = ended(fork_command(refuse))
+    refused = wait_for(fork_command(refuse))
     assert (refused.exit_code, refused.error) == (2, "hardware.memory_gib=8: no cut fits")
-    assert isinstance(refused.refusal, NothingFitsError)
+    assert isinstance(refused.input_error, NothingFitsError)
 
 
 def test_failing_runs_do_not_stop_the_others(
@@ -120,7 +124,7 @@ def test_the_table_marks_speeds_that_are_no_pipelines_and_has_the_times_of_the_r
     assert command("train", "-m", *given, *two) == 0
     table = capfd.readouterr().out.partition("sweep sweep")[2]
     for seed in (1, 2):
-        seconds = MEASURES["seconds"].text(read_result(Path(f"sweep/seed={seed}")))
+        seconds = METRICS["seconds"].text(read_result(Path(f"sweep/seed={seed}")))
         assert re.search(rf"(?m)seed={seed} .* measured_one_device .*{re.escape(seconds)}$", table), table
     assert "threads" not in table
 
@@ -199,7 +203,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def sweep(arguments: str) -> Sweep:
     name, *given = arguments.split()
-    return sweep_of(name, given, requested)
+    return make_sweep(name, given, make_request)
 
 
 @pytest.mark.parametrize(
@@ -212,43 +216,43 @@ def sweep(arguments: str) -> Sweep:
 )
 def test_a_sweep_that_cannot_go_on_or_a_folder_without_effect_is_refused(arguments: str, text: str, line: str) -> None:
     Path("sweep").mkdir()
-    Path("sweep", SWEEP).write_text(text or '{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
+    Path("sweep", SWEEP_FILE).write_text(text or '{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
     with pytest.raises(InputError, match=re.escape(line)):
         sweep(arguments)
-    assert [path.name for path in Path("sweep").iterdir()] == [SWEEP]
+    assert [path.name for path in Path("sweep").iterdir()] == [SWEEP_FILE]
 
 
 def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that went on with one sweep measured everything twice, at the same time."""
-    monkeypatch.setattr(folders, "ENDING_SECONDS", 0)
+    monkeypatch.setattr(folders, "RUN_EXIT_TIMEOUT_SECONDS", 0)
     path = tmp_path / "12-00-00_sweep"
     first = SweepFolder("bench", ["-m"])
-    assert first.choose(path) == path
-    assert SweepFolder("bench", ["-m"]).choose(path) == tmp_path / "12-00-00_sweep-2", "another of the same second"
+    assert first.lock(path) == path
+    assert SweepFolder("bench", ["-m"]).lock(path) == tmp_path / "12-00-00_sweep-2", "another of the same second"
     resumed = SweepFolder("bench", ["-m"], path)
     with pytest.raises(InputError, match=r"12-00-00_sweep: process .* is at work there; wait"):
-        resumed.choose(path)
+        resumed.lock(path)
     first.release()
     path.mkdir(exist_ok=True)
-    assert resumed.choose(path) == path
+    assert resumed.lock(path) == path
     resumed.release()
 
     path.mkdir(exist_ok=True)
-    (path / SWEEP).write_text("{}")
+    (path / SWEEP_FILE).write_text("{}")
     typed = SweepFolder("train", ["-m", "seed=1,2", f"hydra.sweep.dir={path}"])
     with pytest.raises(InputError, match=r"hydra\.sweep\.dir=.*: a sweep lies there already; go on with it by resume="):
-        typed.choose(path)
-    assert [file.name for file in path.iterdir()] == [SWEEP]
+        typed.lock(path)
+    assert [file.name for file in path.iterdir()] == [SWEEP_FILE]
 
 
 def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> None:
     ours = SweepFolder("train", ["-m"])
-    path = ours.choose(tmp_path / "sweep")
+    path = ours.lock(tmp_path / "sweep")
     ours.record()
     (tmp_path / "notes.txt").touch()
     (path / "refused").mkdir()  # there was never a run
     (path / "refused" / "notes.txt").touch()
-    ours.give_up(Attempt(9, 1, "refused", "refused"))
+    ours.discard(Attempt(9, 1, "refused", "refused"))
     ends = {"killed": "running", "stopped": "interrupted", "wrong": "failed", "kept": "interrupted"}
     ends |= {"noted": "running", "linked": "running"}
     (tmp_path / "elsewhere").mkdir()
@@ -262,15 +266,15 @@ def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> N
         if name == "noted":
             (path / name / "notes.txt").touch()
         attempt = Attempt(number, 1, name, name)
-        ours.give_up(attempt)
+        ours.discard(attempt)
         ours.record(replace(attempt, folder=f"{name}-2"))
     ours.release()
-    assert sorted(file.name for file in path.iterdir()) == ["kept", "linked", "noted", "refused", SWEEP, "wrong"]
+    assert sorted(file.name for file in path.iterdir()) == ["kept", "linked", "noted", "refused", SWEEP_FILE, "wrong"]
     assert (tmp_path / "notes.txt").exists()
     assert (tmp_path / "elsewhere" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize(("name", "kind"), [(SWEEP, "train"), ("bench.csv", "bench")])
+@pytest.mark.parametrize(("name", "kind"), [(SWEEP_FILE, "train"), ("bench.csv", "bench")])
 def test_a_sweep_replaces_no_file_of_the_user(
     name: str, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,6 @@ def test_numbers_are_read_by_people(shown: Callable[[Any], str], words: dict[Any
 
 def test_rounded_parts_add_up() -> None:
     """Each of them by itself would be rounded down, to 0.2 of 0.4 in all; a part may be below 0."""
-    assert units.rounded({"a": 0.14, "b": 0.13, "c": 0.13}) == {"a": 0.2, "b": 0.1, "c": 0.1}
-    assert units.rounded({"a": 10.16, "b": -0.06}) == {"a": 10.2, "b": -0.1}
-    assert units.rounded({}) == {}
+    assert units.round_preserving_sum({"a": 0.14, "b": 0.13, "c": 0.13}) == {"a": 0.2, "b": 0.1, "c": 0.1}
+    assert units.round_preserving_sum({"a": 10.16, "b": -0.06}) == {"a": 10.2, "b": -0.1}
+    assert units.round_preserving_sum({}) == {}

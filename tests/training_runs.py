@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from omegaconf import DictConfig
 
-from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
+from gpipe_cli.commands.command_line import parse_command_line
+from gpipe_cli.commands.compose_config import TRAINING_KEYS, ConfigComposer, training_config
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
@@ -55,18 +55,18 @@ LIVELY = ["model.drop_path=0.3", *LIVELY_SMALL]
 
 
 @cache
-def _trees(command: str) -> Trees:
-    return Trees(read(command, []), TRAINING_KEYS)
+def _trees(command: str) -> ConfigComposer:
+    return ConfigComposer(parse_command_line(command, []), TRAINING_KEYS)
 
 
 def composed(*settings: str, command: str = "train") -> DictConfig:
     """The tree of a command with these settings; each choice of groups is composed once."""
-    return _trees(command).tree(settings)
+    return _trees(command).compose(settings)
 
 
 def configure(*settings: str) -> TrainConfig:
     """The configuration that `gpipe train` would have with these settings."""
-    return training(composed(*settings), {})[0]
+    return training_config(composed(*settings), {})[0]
 
 
 def spec_of(config: TrainConfig, profile: ModelProfile | None = None) -> PipelineSpec:

@@ -19,7 +19,7 @@ from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.text import SyntheticText, TextSplit, open_text
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import PAD
-from gpipe_cli.errors import show
+from gpipe_cli.errors import format_value
 from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
@@ -143,7 +143,7 @@ def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
         return None
     names = hugging_face.read_config(_source(model)).id2label
     unnamed = {number: f"LABEL_{number}" for number in range(len(names))}  # transformers' own default
-    return None if names == unnamed else tuple(show(names[number]) for number in sorted(names))
+    return None if names == unnamed else tuple(format_value(names[number]) for number in sorted(names))
 
 
 def preprocessing_of(config: TrainConfig) -> Preprocessing | None:

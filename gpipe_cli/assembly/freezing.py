@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.config.did_you_mean import nearest
+from gpipe_cli.config.did_you_mean import suggest_nearest
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, ImagesConfig
-from gpipe_cli.config.settings import TAKEN, TrainConfig
+from gpipe_cli.config.settings import BACKBONE, TrainConfig
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
@@ -29,7 +29,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     modules: set[str] = set()
     parameters: set[str] = set()
     for pattern in patterns:
-        if pattern == TAKEN:
+        if pattern == BACKBONE:
             classifier = classifier_of(config, model)
             partly = {holder for name in classifier for holder in _holders(name)}
             whole = sorted({holder for name in model.state_dict() for holder in _holders(name)} - partly)
@@ -39,7 +39,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
             single = [name for name in parameter_names if fnmatchcase(name, pattern)]
         if not whole and not single:
             names = [*module_names, *parameter_names]
-            hint = nearest(pattern, names) or f"; the layers are {', '.join(dict(model.named_children()))}"
+            hint = suggest_nearest(pattern, names) or f"; the layers are {', '.join(dict(model.named_children()))}"
             raise InvalidSettingError("freeze", patterns, f"no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}

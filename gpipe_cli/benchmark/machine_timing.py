@@ -15,11 +15,11 @@ from typing import Any
 
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure
-from gpipe_cli.config.pipeline_settings import Decides
-from gpipe_cli.config.settings import PartitionConfig, TrainConfig, deciding
+from gpipe_cli.config.pipeline_settings import Affects
+from gpipe_cli.config.settings import PartitionConfig, TrainConfig, settings_affecting
 from gpipe_cli.data.cache import cache_folder, compute_digest
 from gpipe_cli.distributed.rendezvous import decided_by_first
-from gpipe_cli.errors import InputError, one_line
+from gpipe_cli.errors import InputError, error_text
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
@@ -67,7 +67,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
     """The times of the layers of `config`, looked up once for each command; None if they cannot be timed here."""
     settings = asdict(config)
     facts = {
-        **{key: settings[key] for key in deciding(Decides.SECONDS)},
+        **{key: settings[key] for key in settings_affecting(Affects.SECONDS)},
         "graphs": _replays(config, profile, layout),
         "memory_format": memory_format_of(config),
         "processes": _processes(profile, layout),
@@ -116,13 +116,13 @@ def _times_of_machine(
         try:
             timed = asdict(_time(config, profile, layout, samples))
         except (InputError, OSError) as error:  # a machine that cannot be timed may still train
-            log(f"the layers cannot be timed ({one_line(error)}); predicting by a data sheet")
+            log(f"the layers cannot be timed ({error_text(error)}); predicting by a data sheet")
             return None
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps([timed, compute_digest("what was timed", timed)]))
         except OSError as error:
-            log(f"not remembered for the next time: {one_line(error)}")
+            log(f"not remembered for the next time: {error_text(error)}")
     sheet = rates_of_sheet(resolved(config.hardware, devices), 1)  # for a link that was not timed
     latency, per_byte = sheet.link_seconds, sheet.link_byte_seconds
     if timed["link"] is not None and layout.processes == layout.processes_here:
@@ -197,7 +197,7 @@ def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: t
     spec = make_pipeline_spec(single_run, profile)
 
     def cut(balance: tuple[int, ...]) -> PipelineSpec:
-        partition = single_run.partition.by_hand(balance)
+        partition = single_run.partition.with_balance(balance)
         return make_pipeline_spec(
             replace(single_run, partitions=len(balance), partition=partition, executor="in_process"), profile
         )

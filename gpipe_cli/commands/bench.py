@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.composing import own, training
+from gpipe_cli.commands.compose_config import command_settings, training_config
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.commands.run_start import perform
-from gpipe_cli.commands.sweep import Sweep, sweep_of
+from gpipe_cli.commands.run_start import start_run
+from gpipe_cli.commands.sweep import Sweep, make_sweep
 from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, write_bench
 
 # Settings that `gpipe bench` refuses, with the reason and the remedy.
-REFUSED = {
+UNSUPPORTED = {
     "resume": "a measurement begins anew, and this is no sweep (no sweep.json lies there); leave it out",
     "dry_run": "a measurement of nothing; leave it out, or use gpipe train or gpipe plan",
     "max_steps": "a measurement ends after its steps; give steps=... and warm_up_steps=...",
@@ -26,31 +26,31 @@ REFUSED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    sweep = sweep_of("bench", arguments, _requested)
+    sweep = make_sweep("bench", arguments, _make_request)
     line = sweep.line
-    line.check_allowed(REFUSED)
+    line.check_allowed(UNSUPPORTED)
     if "rounds" in line.swept:
         raise InvalidSettingError(
             "rounds", line.overrides["rounds"], "all rows of a table have the same; give one number"
         )
-    tree = sweep.compose(line, lambda: _show(sweep))
-    if tree is None:
+    cfg = sweep.compose(line, lambda: _show(sweep))
+    if cfg is None:
         statuses = {bench_status(run) for run in sweep.runs}
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
-    request = _requested(tree, line.overrides)
+    request = _make_request(cfg, line.overrides)
     if line.overrides.get("rounds", 1) != 1:  # typed; a recipe's own rounds apply when it is swept
         raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to take turns with; add -m")
-    return perform(request, "bench", *arguments)
+    return start_run(request, "bench", *arguments)
 
 
-def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
-    """The measurement that `tree` describes; `given`: the typed settings. Raises InputError for a wrong setting."""
-    settings = own(BenchSettings, "bench", tree)
+def _make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> RunRequest:
+    """The measurement that `cfg` describes; `overrides`: the typed settings. Raises InputError for a wrong setting."""
+    settings = command_settings(BenchSettings, "bench", cfg)
     steps = settings.warm_up_steps + settings.steps
     # There are as many epochs as steps: every epoch has a step or more, so max_steps ends the measurement.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():
-        OmegaConf.update(tree, key, value, force_add=True)
-    return RunRequest(*training(tree, given), settings)
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return RunRequest(*training_config(cfg, overrides), settings)
 
 
 def _show(sweep: Sweep) -> None:

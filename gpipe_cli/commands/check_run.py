@@ -16,7 +16,7 @@ from typing import Literal
 from rich.console import Console
 
 from gpipe_cli.commands.prepare import check_feasible
-from gpipe_cli.config.groups import choice_of
+from gpipe_cli.config.groups import group_choice
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
@@ -34,7 +34,7 @@ from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
 
-_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes to try with further schedules
+_BASIC_MODES: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes to try with further schedules
 
 
 Specs = dict[verify.Variant, PipelineSpec]
@@ -83,7 +83,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
                 task = partial(verify.check, variant_config, waiting, folder=Path(references), source=source)
                 failure = run_task(task, spec, config.timeout_seconds, on_message)
                 if failure is not None:
-                    check.failed(waiting, failure, alone=spec.layout.processes == 1)
+                    check.record_failure(waiting, failure, single=spec.layout.processes == 1)
     report = CheckReport(tuple(check.rows[variant] for variant in check.variants), check.loss, asdict(config))
     show_check(console, folder, report)
     return 0 if report.identical else 1
@@ -117,14 +117,14 @@ class _Check:
         self._add(without, "left out", "what has no result in one process is not run in several")
         return {variant: spec for variant, spec in specs.items() if variant not in self.rows}
 
-    def failed(self, specs: Specs, failure: Failure, *, alone: bool) -> None:
-        """Record that the workers of these variants have failed; the variants not reached are left out. `alone`: a
+    def record_failure(self, specs: Specs, failure: Failure, *, single: bool) -> None:
+        """Record that the workers of these variants have failed; the variants not reached are left out. `single`: a
         single worker ran. Raises InputError for what the user can fix."""
         if failure.reason is Reason.USER and not self.rows:
             raise InputError(failure.text)
         missing = [variant for variant in specs if variant not in self.rows]
         reported = any(self.rows[variant].verdict == "fails" for variant in specs if variant in self.rows)
-        if missing and (alone or not reported):
+        if missing and (single or not reported):
             self._add([missing.pop(0)], "fails", failure.text)  # the worker was killed, or could not report the failure
         self._add(missing, "left out", "not run: processes that work together ended with the failure before")
 
@@ -137,7 +137,7 @@ class _Check:
         layers = len(next(iter(self.groups[0].values())).layer_names[0])
         pieces = plural(len(sizes), "micro-batch")
         return [
-            ("model", f"{choice_of(config.model)}: {plural(layers, 'layer')}"),
+            ("model", f"{group_choice(config.model)}: {plural(layers, 'layer')}"),
             ("mini-batch", f"{plural(sum(sizes), 'sample')} of {config.dataset.name} in {pieces}"),
             ("variants", f"{len(self.variants) - 1}, {plural(config.threads or 1, 'thread')} for each process"),
             *([("pytorch", "plain PyTorch is compared with compile=false only")] if config.compile else ()),
@@ -152,7 +152,7 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
     usual = replace(config, schedule=verify.REFERENCES[0], stages_per_process=None, placement=None)
     specs: dict[tuple[verify.Executor, int], PipelineSpec | str] = {}
     for k in range(config.partitions, 0, -1):  # from K down, so that errors of K itself are raised as bad input
-        cut = _cut(usual, k)
+        cut = _with_partitions(usual, k)
         specs["in_process", k] = make_pipeline_spec(replace(cut, executor="in_process"), profile)
         if k > 1 and cut.executor != "in_process":
             distributed = make_pipeline_spec(cut, profile)
@@ -160,7 +160,7 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
             specs["distributed", k] = distributed if distributed.layout.distributed else why
     counts = range(1, config.partitions + 1)
     for k in counts if replicas > 1 else ():
-        replicated = replace(_cut(usual, k), replicas=replicas, micro_batches=whole // replicas)
+        replicated = replace(_with_partitions(usual, k), replicas=replicas, micro_batches=whole // replicas)
         specs["replicas", k] = make_pipeline_spec(replicated, profile)
     if not config.compile:  # compiled code differs in the last digits, which batch norm amplifies
         specs["pytorch", 1] = specs["in_process", 1]
@@ -173,7 +173,7 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
         if isinstance(spec, PipelineSpec):
             spec = replace(spec, order=order(schedule, k, spec.order.micro_batches), recompute=mode)
         yield variant, spec
-    for cut, modes in _further(config, usual, replicas):
+    for cut, modes in _more_configs(config, usual, replicas):
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for mode, where in product(modes, executors[:1] if config.executor == "in_process" else executors):
             spec = make_pipeline_spec(replace(cut, executor=where), profile)
@@ -184,14 +184,14 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
         yield first._replace(micro_batches=1), specs["in_process", 1]
 
 
-def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
+def _with_partitions(config: TrainConfig, partitions: int) -> TrainConfig:
     """The configuration with the model cut into `partitions`; a given balance is for the configured K only."""
     if partitions == config.partitions:
         return config
     return replace(config, partitions=partitions, partition=PartitionConfig(None))
 
 
-def _further(
+def _more_configs(
     config: TrainConfig, usual: TrainConfig, replicas: int
 ) -> Iterator[tuple[TrainConfig, Sequence[RecomputeMode]]]:
     """Configurations with further schedules, and the recompute modes to try: interleaved with the most partitions that
@@ -201,13 +201,16 @@ def _further(
         return
     stages = max(2, config.stages_per_process or 2)  # of each process
     if partitions := config.partitions - config.partitions % stages:
-        yield replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=stages), _FEWER
+        yield (
+            replace(_with_partitions(usual, partitions), schedule="interleaved", stages_per_process=stages),
+            _BASIC_MODES,
+        )
     if not config.compile:
-        yield replace(usual, schedule="zero_bubble"), _FEWER
-        even = _cut(usual, config.partitions - config.partitions % 2)
+        yield replace(usual, schedule="zero_bubble"), _BASIC_MODES
+        even = _with_partitions(usual, config.partitions - config.partitions % 2)
         v_names = [name for name, rule in ORDERS.items() if rule.placement == "v"] if even.partitions > 2 else []
         name_of_order = {order(name, even.partitions, even.micro_batches): name for name in reversed(v_names)}
         for name in reversed(name_of_order.values()):
-            yield replace(even, schedule=name), _FEWER
+            yield replace(even, schedule=name), _BASIC_MODES
     if config.schedule not in SCHEDULES and replicas == 1:  # a schedule file has the M of a single pipeline
         yield config, [mode for mode in verify.MODES if mode == config.recompute]

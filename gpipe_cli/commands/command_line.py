@@ -1,6 +1,6 @@
 """Parses the arguments of a command by Hydra's grammar, and turns Hydra's errors into single lines.
 
-Nothing is composed here; `composing` does that.
+Nothing is composed here; `compose_config` does that.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
-from gpipe_cli.config.comments import GROUPS, of_choices
-from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest, written_here
+from gpipe_cli.config.comments import GROUPS, choice_descriptions
+from gpipe_cli.config.did_you_mean import ALIASES, resolve_alias, suggest_nearest
+from gpipe_cli.config.schema import quote
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.config.typed import quoted
-from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, one_line, shortened
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, error_text, shorten
 from gpipe_cli.models.timm_list import timm_models
 
-FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
+PATH_SETTINGS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
 
 
 class _Options(argparse.ArgumentParser):
@@ -59,7 +59,7 @@ class CommandLine:
     typed: tuple[str, ...]  # the settings among the arguments
     parsed: tuple[Override, ...]  # `typed`, as Hydra parses it
     overrides: Mapping[str, object]  # key or group, without + -> its value; if it is swept, the text of its values
-    of_file: bool = False  # whether it was read from a file, which may come from elsewhere
+    from_file: bool = False  # whether it was read from a file, which may come from elsewhere
 
     @property
     def swept(self) -> frozenset[str]:
@@ -67,18 +67,18 @@ class CommandLine:
         return frozenset(setting.key_or_group for setting in self.parsed if setting.is_sweep_override())
 
     @property
-    def same(self) -> frozenset[str]:
+    def single_valued(self) -> frozenset[str]:
         """The settings that have a single value."""
         return frozenset(self.overrides) - self.swept
 
     @property
-    def is_question(self) -> bool:
+    def only_prints(self) -> bool:
         """Whether an option only asks for something to be printed, such as --help or --cfg."""
         names = ("help", "help_all", "cfg", "info", "hydra_help", "version", "shell_completion")
         return any(self.options[name] for name in names)
 
     @property
-    def fixed(self) -> tuple[str, ...]:
+    def unswept(self) -> tuple[str, ...]:
         """The settings, as typed, that all runs of a sweep share."""
         return tuple(str(setting.input_line) for setting in self.parsed if not setting.is_sweep_override())
 
@@ -95,38 +95,38 @@ class CommandLine:
         for group in GROUPS:
             if not isinstance(choice := self.overrides.get(group, ""), str):
                 number = isinstance(choice, int | float) and group == "learning_rate"
-                hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
+                hint = f"write {ALIASES['lr']}={choice}" if number else "gpipe train --help lists them"
                 raise InvalidSettingError(group, choice, f"must be the name of a choice; {hint}")
             if "/" in choice or "${" in choice:  # a file of another group, or of any folder; an interpolation
-                why = f"there is no such choice; choose one of {', '.join(of_choices(group))}"
+                why = f"there is no such choice; choose one of {', '.join(choice_descriptions(group))}"
                 raise InvalidValueError(group, choice, why)
 
 
-def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
-    """Parse the arguments without composing anything. `no_sweeps`: what to do instead, if the command has no sweeps.
-    Raises InputError for an unknown option, a setting that is not key=value, and several values without -m."""
-    options = vars(_Options(command).parse_intermixed_args(list(given)))
+def parse_command_line(command: str, arguments: Sequence[str], sweep_alternative: str = "") -> CommandLine:
+    """Parse the arguments without composing anything. `sweep_alternative`: what to do instead, if the command has no
+    sweeps. Raises InputError for an unknown option, a setting that is not key=value, and several values without -m."""
+    options = vars(_Options(command).parse_intermixed_args(list(arguments)))
     for flag, key in (("-cd", "config_dir"), ("-cp", "config_path")):
         if (folder := options[key]) is not None:
-            options[key] = str(configurations(folder))
+            options[key] = str(find_config_dir(folder))
             if not Path(options[key]).is_dir():
                 raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
-    typed = tuple(_readable(argument) for argument in options.pop("overrides"))
+    typed = tuple(_quote_path(argument) for argument in options.pop("overrides"))
     try:
-        parsed = parsed_settings(typed)
+        parsed = parse_settings(typed)
         for setting in parsed:
             if not setting.key_or_group:
                 raise InputError(f"{setting.input_line}: a value without a setting; write SETTING=VALUE")
             if setting.is_range_sweep() and next(setting.sweep_string_iterator(), None) is None:
                 raise InputError(f"{setting.input_line}: has no values; give one or more")
-        values = values_of(parsed)
+        values = setting_values(parsed)
     except HydraException as error:
-        raise translated(error) from error
+        raise to_input_error(error) from error
     except RecursionError as error:
         raise InputError("a setting is nested too deeply; no value is a list of lists") from error
     options["multirun"] |= values.get("hydra.mode") == "MULTIRUN"
-    if options["multirun"] and no_sweeps:
-        raise InputError(f"-m: {command} has no sweeps; {no_sweeps}")
+    if options["multirun"] and sweep_alternative:
+        raise InputError(f"-m: {command} has no sweeps; {sweep_alternative}")
     line = CommandLine(command, options, typed, tuple(parsed), values)
     for key in sorted(line.swept) if not options["multirun"] and command != "reproduce" else ():
         why = "several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
@@ -134,26 +134,26 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     return line
 
 
-def configurations(given: str) -> Path:
+def find_config_dir(path: str) -> Path:
     """The folder that the option -cd names: `recipes`, where there is none, is that of gpipe's own recipes."""
-    if given != "recipes" or Path(given).exists():
-        return Path(given)
-    from gpipe_cli.reproduction.runner import FOLDER  # here, as it imports what no other command needs
+    if path != "recipes" or Path(path).exists():
+        return Path(path)
+    from gpipe_cli.reproduction.runner import RECIPES_DIR  # here, as it imports what no other command needs
 
-    return FOLDER
+    return RECIPES_DIR
 
 
-def _readable(argument: str) -> str:
+def _quote_path(argument: str) -> str:
     """The argument, with quotes around a path that Hydra's grammar does not take: with letters beyond ASCII, or an
     existing path such as `run=.../micro_batches=4`, the folder of a sweep's run."""
     key, _, value = argument.partition("=")
     plain = re.fullmatch(r"[\w./-]*", value) is not None
-    if key not in FOLDERS or (plain and value.isascii()) or not (plain or os.path.exists(value)):
+    if key not in PATH_SETTINGS or (plain and value.isascii()) or not (plain or os.path.exists(value)):
         return argument
-    return f"{key}={quoted(value)}"
+    return f"{key}={quote(value)}"
 
 
-def parsed_settings(typed: Sequence[str]) -> list[Override]:
+def parse_settings(typed: Sequence[str]) -> list[Override]:
     """Settings, parsed by Hydra. Raises HydraException, and InvalidValueError for a number that is too long for
     Python."""
     parser = OverridesParser.create()
@@ -163,13 +163,13 @@ def parsed_settings(typed: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([argument])
         except ValueError as error:  # from `int`: no exception of Hydra's is a ValueError
             why = f"a number has at most {sys.get_int_max_str_digits()} digits; give a smaller one"
-            raise InvalidValueError(key_of(argument), shortened(argument.partition("=")[2]), why) from error
+            raise InvalidValueError(key_of(argument), shorten(argument.partition("=")[2]), why) from error
     return parsed
 
 
-def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, object]:
+def setting_values(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, object]:
     """Key or group -> value of each setting; if it is swept, the text of its values."""
-    parsed = [setting if isinstance(setting, Override) else parsed_settings([setting])[0] for setting in settings_typed]
+    parsed = [setting if isinstance(setting, Override) else parse_settings([setting])[0] for setting in settings_typed]
     return {
         setting.key_or_group: setting.get_value_string() if setting.is_sweep_override() else setting.value()
         for setting in parsed
@@ -177,9 +177,9 @@ def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, o
     }
 
 
-def _elsewhere(group: str, choice: str) -> str:
+def _suggest_choice(group: str, choice: str) -> str:
     """How a choice that other programs have, or a model or a family of timm's, is written here; "" if unknown."""
-    if (written := written_here(group, choice)) or group != "model":
+    if (written := resolve_alias(group, choice)) or group != "model":
         return written
     chains = [name for name, row in timm_models().items() if row and name.startswith(choice)]
     if not chains or len(choice) < 3:
@@ -189,7 +189,7 @@ def _elsewhere(group: str, choice: str) -> str:
     return f"model=timm model.name={name} dataset.image_size={size[1] if size else 224}"
 
 
-def translated(error: Exception) -> InputError:
+def to_input_error(error: Exception) -> InputError:
     """Hydra's error in a single line, with what to write instead."""
     match error:
         case OverrideParseException(override=given):
@@ -200,13 +200,13 @@ def translated(error: Exception) -> InputError:
             return InputError(f"{given}: cannot be read; write setting=value, in quotes if need be")
         case MissingConfigException(missing_cfg_file=str(missing), options=options) if options:
             group, _, choice = missing.rpartition("/")
-            if written := _elsewhere(group, choice):
+            if written := _suggest_choice(group, choice):
                 return InvalidValueError(group, choice, f"there is no such choice; write {written}")
-            hint = nearest(choice, list(options))
+            hint = suggest_nearest(choice, list(options))
             return InvalidValueError(
                 group, choice, f"there is no such choice; choose one of {', '.join(options)}{hint}"
             )
         case MissingConfigException(missing_cfg_file=str(name)):
             return InputError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
-    message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
+    message = error_text(error) if str(error) or error.__cause__ is None else error_text(error.__cause__)
     return InputError(f"configuration: {message}")

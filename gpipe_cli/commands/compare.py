@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.commands.words import words_and_settings
+from gpipe_cli.commands.split_arguments import split_arguments
 from gpipe_cli.config.settings import newest_runs
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.table import TABLE, to_text
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
-    runs, settings = words_and_settings(arguments, "format")
+    runs, settings = split_arguments(arguments, "format")
     for dashed in (run for run in runs if run.startswith("-")):
         raise InputError(f"{dashed}: there is no such option; write format=csv")
     if not runs:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _compare(folders: Sequence[Path], form: str) -> int:
-    from gpipe_cli.commands.sweep_folder import left_out
+    from gpipe_cli.commands.sweep_folder import excluded_runs
     from gpipe_cli.reporting.compare.comparison import compare
     from gpipe_cli.reporting.compare.report import all_columns, show_comparison
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
@@ -61,7 +61,7 @@ def _compare(folders: Sequence[Path], form: str) -> int:
     problems: list[str] = []
     records: dict[Path, RunRecord | None] = {}  # by absolute path, as a run may be named twice; None: unreadable
     for folder in folders:
-        problems += left_out(folder)
+        problems += excluded_runs(folder)
         try:
             below = [run for run in find_runs(folder) if run.resolve() not in records]
         except InputError as error:

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gpipe_cli.config.pipeline_settings import SCHEDULES
+from gpipe_cli.config.schema import allowed_words
 from gpipe_cli.config.settings import (
     AUTO,
-    CONFIG,
+    CONFIG_FILE,
     EvaluateSettings,
     ExportSettings,
     PlanSettings,
     TrainConfig,
-    runs_below,
+    run_folders_in,
 )
-from gpipe_cli.config.typed import choices
 from gpipe_cli.reporting.tables.table import FORMATS
 
-_OWN = {"evaluate": EvaluateSettings, "export": ExportSettings, "plan": PlanSettings}
+_COMMAND_SETTINGS = {"evaluate": EvaluateSettings, "export": ExportSettings, "plan": PlanSettings}
 _RUNS = ("run", "resume", "init_from")
 
 
@@ -69,11 +69,11 @@ def _names(command: str, *, first: bool) -> Sequence[str]:
         return ["-k", *sorted({name.replace(" ", "_") for name in topics()})] if first else []
     from gpipe_cli.commands.recipe_run import ReproduceSettings
     from gpipe_cli.commands.reproduce import ALL
-    from gpipe_cli.reproduction.recipe import names
+    from gpipe_cli.reproduction.recipe import recipe_names
 
     if command == "reproduce" and not first:
-        return [*names(), *(f"scale={scale}" for scale in choices(ReproduceSettings, "scale"))]
-    return [*names(), ALL] if command == "reproduce" else names()
+        return [*recipe_names(), *(f"scale={scale}" for scale in allowed_words(ReproduceSettings, "scale"))]
+    return [*recipe_names(), ALL] if command == "reproduce" else recipe_names()
 
 
 def _values(command: str, key: str, begun: str) -> list[str]:
@@ -82,9 +82,9 @@ def _values(command: str, key: str, begun: str) -> list[str]:
         if begun.startswith((".", "/")):
             return []
         parent = Path(begun.rpartition("/")[0] or "outputs")
-        runs = sorted(runs_below(parent), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+        runs = sorted(run_folders_in(parent), key=lambda run: (run / CONFIG_FILE).stat().st_mtime, reverse=True)
         return [str(run) for run in runs] + (["auto"] if key == "resume" else [])
     if key == "schedule":
         return list(SCHEDULES)
-    command_choices = choices(_OWN[command], key) if command in _OWN else []
-    return command_choices or choices(TrainConfig, key) or (["auto"] if key in AUTO else [])
+    command_choices = allowed_words(_COMMAND_SETTINGS[command], key) if command in _COMMAND_SETTINGS else []
+    return command_choices or allowed_words(TrainConfig, key) or (["auto"] if key in AUTO else [])

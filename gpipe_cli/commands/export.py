@@ -7,30 +7,30 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import compose
-from gpipe_cli.commands.evaluate import OF_THE_RUN, of_run
+from gpipe_cli.commands.command_line import parse_command_line
+from gpipe_cli.commands.command_runner import show_preparation
+from gpipe_cli.commands.compose_config import compose
+from gpipe_cli.commands.evaluate import RUN_OVERRIDES, run_settings
 from gpipe_cli.commands.folders import check_writable
-from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.groups import HuggingFaceConfig, choice_of
+from gpipe_cli.config.groups import HuggingFaceConfig, group_choice
+from gpipe_cli.config.schema import setting_names
 from gpipe_cli.config.settings import ExportConfig, ExportSettings
-from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_apart
 
-KEYS = (*settings_of(ExportSettings), *OF_THE_RUN)
+KEYS = (*setting_names(ExportSettings), *RUN_OVERRIDES)
 # Suffixes by format: programs choose by a file's suffix how to read the file.
 SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth"), "onnx": (".onnx",)}
-FOLDER = "hf"  # what format=hf writes, by default, into the run folder
+HF_SUBDIR = "hf"  # what format=hf writes, by default, into the run folder
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the extra `onnx`
 
 
 def main(arguments: Sequence[str]) -> int:
-    tree = compose(read("export", arguments, "call it once for each file"), KEYS)
-    if tree is None:
+    cfg = compose(parse_command_line("export", arguments, "call it once for each file"), KEYS)
+    if cfg is None:
         return 0
-    config = exported(tree)
+    config = export_config(cfg)
     missing = [package for package in ONNX_PACKAGES if importlib.util.find_spec(package) is None]
     if config.format == "onnx" and missing:
         why = f"needs {', '.join(missing)}, which is not installed"
@@ -38,21 +38,21 @@ def main(arguments: Sequence[str]) -> int:
             "format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors"
         )
     if config.format == "hf" and not isinstance(config.training.model, HuggingFaceConfig):
-        why = f"is for runs of model=hf, and this one has model={choice_of(config.training.model)}"
+        why = f"is for runs of model=hf, and this one has model={group_choice(config.training.model)}"
         raise InvalidSettingError("format", "hf", f"{why}; use format={', '.join(SUFFIXES)}")
-    file = file_of(config)
+    file = output_file(config)
 
     fork_server.start(config.training)  # the server imports torch in parallel with this process
-    with preparing():
+    with show_preparation():
         import_apart("gpipe_cli.commands.export_run")  # torch comes with it
         from gpipe_cli.commands.export_run import run_export
 
         return run_export(config, file)
 
 
-def exported(tree: DictConfig) -> ExportConfig:
-    """The export that `tree` describes. Raises InputError for averages that the run did not keep."""
-    settings, training = of_run(ExportSettings, tree)
+def export_config(cfg: DictConfig) -> ExportConfig:
+    """The export that `cfg` describes. Raises InputError for averages that the run did not keep."""
+    settings, training = run_settings(ExportSettings, cfg)
     if settings.averages and not training.ema_decay:
         why = "the run kept no average of its weights, as ema_decay=0; leave it out"
         raise InvalidSettingError("averages", True, why)
@@ -61,13 +61,13 @@ def exported(tree: DictConfig) -> ExportConfig:
     return ExportConfig(**asdict(settings), training=training)
 
 
-def file_of(config: ExportConfig) -> Path:
+def output_file(config: ExportConfig) -> Path:
     """The file to write, or the folder. Raises InputError for a wrong suffix, a missing folder above it, and what
     exists already."""
     taken = "another file=..., or overwrite=true to replace one"
     if config.format == "hf":
-        folder = Path(config.file or Path(config.run) / FOLDER)
-        check_writable("file", folder, taken=taken, overwrite=config.overwrite, is_folder=True)
+        folder = Path(config.file or Path(config.run) / HF_SUBDIR)
+        check_writable("file", folder, alternative=taken, overwrite=config.overwrite, is_folder=True)
         return folder
     suffixes = SUFFIXES[config.format]
     file = Path(config.file or Path(config.run) / f"model{suffixes[0]}")
@@ -76,5 +76,5 @@ def file_of(config: ExportConfig) -> Path:
         other = "" if kind is None else f", or format={kind}"
         why = f"a file of format={config.format} ends with {' or '.join(suffixes)}"
         raise InvalidSettingError("file", file, f"{why}; use file={file.with_suffix(suffixes[0])}{other}")
-    check_writable("file", file, taken=taken, overwrite=config.overwrite)
+    check_writable("file", file, alternative=taken, overwrite=config.overwrite)
     return file

@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 
 from gpipe_cli.commands.run_report import NoReport
-from gpipe_cli.commands.training_run import fitting_checkpoint, for_evaluation, run_and_report
+from gpipe_cli.commands.training_run import evaluation_config, find_compatible_checkpoint, run_and_report
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
@@ -33,9 +33,9 @@ def run_export(config: ExportConfig, file: Path) -> int:
     Raises InputError for what the user can fix before anything was written."""
     check_not_torchrun("gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
-    training = for_evaluation(config.training)
+    training = evaluation_config(config.training)
     spec = make_pipeline_spec(training)
-    checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
+    checkpoint = find_compatible_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
     if config.evaluate:
         look_for_data(training, checkpoint, required=False)  # other classes do not keep the file from being written
     threads = spec.layout.threads  # the last bits of sums depend on the number of threads

@@ -1,5 +1,5 @@
 """`gpipe help TOPIC`: explains a setting, a choice, a word, a measure or a recipe, and draws pictures of schedules;
-`gpipe help -k WORD` finds topics. All texts come from `conf/`, the glossary, the recipes, `results.measures`
+`gpipe help -k WORD` finds topics. All texts come from `conf/`, the glossary, the recipes, `results.metrics`
 and `commands.command_names`; none is written for it alone."""
 
 import re
@@ -15,17 +15,17 @@ from rich.console import Console
 
 from gpipe_cli.commands import list as lists
 from gpipe_cli.commands.command_names import COMMANDS
-from gpipe_cli.commands.help_pictures import drawn
-from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
-from gpipe_cli.config.did_you_mean import nearest
+from gpipe_cli.commands.help_pictures import draw_topic
+from gpipe_cli.config.comments import GROUPS, all_settings, choice_descriptions
+from gpipe_cli.config.did_you_mean import suggest_nearest
 from gpipe_cli.config.pipeline_settings import SCHEDULES
+from gpipe_cli.config.schema import allowed_words
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import choices
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_line
-from gpipe_cli.reproduction.recipe import load, names
-from gpipe_cli.reproduction.runner import FOLDER
-from gpipe_cli.results.measures import MEASURES, explained
+from gpipe_cli.reproduction.recipe import read_recipe, recipe_names
+from gpipe_cli.reproduction.runner import RECIPES_DIR
+from gpipe_cli.results.metrics import METRICS, explain_metric
 from gpipe_cli.units import plural
 
 HELP = """\
@@ -45,7 +45,7 @@ gpipe list shows all models, datasets, hardware, recipes or runs.
 """
 _INDENT = "    "
 _LISTS = ("words", "settings", "measures", *GROUPS)  # topics that list the entries of others
-_WIDEST = 26  # characters of a topic's column; a longer topic takes room from the text beside it
+_MAX_TOPIC_WIDTH = 26  # characters of a topic's column; a longer topic takes room from the text beside it
 _MORE = " ..."
 
 
@@ -63,26 +63,30 @@ def main(arguments: Sequence[str]) -> int:
     # headings begin with `setting=choice`
     entries = [entry for entry in entries_of.get(value, []) if entry[0].partition("  ")[0] == topic]
     if not entries:
-        headings = {_plain(" ".join(measure.heading.split())): measure.key for measure in MEASURES.values()}
-        same_topics = [name for name in entries_of if _plain(key) == _plain(name) or name == headings.get(_plain(key))]
+        headings = {_normalize_topic(" ".join(metric.heading.split())): metric.key for metric in METRICS.values()}
+        same_topics = [
+            name
+            for name in entries_of
+            if _normalize_topic(key) == _normalize_topic(name) or name == headings.get(_normalize_topic(key))
+        ]
         entries = [entry for name in same_topics for entry in entries_of[name]]
     if not entries:
         with suppress(InputError):  # the topic may be a word in the texts of other topics
             return _search(topic.split())
-        hint = nearest(topic, list(entries_of)) or "; gpipe help explains what topics there are"
+        hint = suggest_nearest(topic, list(entries_of)) or "; gpipe help explains what topics there are"
         raise InputError(f"{topic}: there is no such topic{hint}")
     console = Console()
     width = _width(console)
     for heading, text in entries:
         show_line(console, heading, "bold")
-        for clause in _whole(heading, text).split(" | "):  # a line for each allowed value
+        for clause in _full_text(heading, text).split(" | "):  # a line for each allowed value
             wrapped = textwrap.wrap(
                 clause, width, initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  ", break_long_words=False,
                 break_on_hyphens=False,
             )  # fmt: skip
             for line in wrapped:
                 show_line(console, line)
-    for line in drawn(_plain(value or topic), width - len(_INDENT)):
+    for line in draw_topic(_normalize_topic(value or topic), width - len(_INDENT)):
         show_line(console, f"{_INDENT}{line}".rstrip())
     return 0
 
@@ -104,17 +108,17 @@ def topics() -> dict[str, list[tuple[str, str]]]:
             entries["settings"].append((f"{setting.key}={setting.value}", setting.text))
         for clause in setting.text.split(" | "):
             choice, _, text = clause.partition(": ")
-            if choice in _named(setting.key) and text:
+            if choice in _choice_topics(setting.key) and text:
                 entries[choice].append((f"{setting.key}={choice}  ({place})", text))
     for group in GROUPS:
-        for name, text in of_choices(group).items():
+        for name, text in choice_descriptions(group).items():
             entries[name].append((f"{group}={name}", text))
             entries[group].append((f"{group}={name}", text))
-    for name in names():
-        entries[name].append((f"gpipe reproduce {name}", ""))  # `_whole` adds the text
-    for measure in MEASURES.values():
-        entry = f"{measure.key}  ({measure.name})", explained(measure)
-        entries[measure.key].append(entry)
+    for name in recipe_names():
+        entries[name].append((f"gpipe reproduce {name}", ""))  # `_full_text` adds the text
+    for metric in METRICS.values():
+        entry = f"{metric.key}  ({metric.name})", explain_metric(metric)
+        entries[metric.key].append(entry)
         entries["measures"].append(entry)
     for name, line in COMMANDS.items():
         entries[name].append((f"gpipe {name}", line))
@@ -126,55 +130,55 @@ def _search(words: Sequence[str]) -> int:
     the words in the name, then in the order of the sources. Raises InputError if no topic has them."""
     if not words:
         raise InputError("-k: give a word to look for; for example gpipe help -k memory")
-    wanted = [_plain(word) for word in words]
+    wanted = [_normalize_topic(word) for word in words]
     entries_of = topics()
     texts: dict[str, list[str]] = defaultdict(list)  # topic -> its texts that have the words
     seen = set[tuple[str, str]]()  # a topic that only lists entries of others is found by its name alone
     for name, entries in sorted(entries_of.items(), key=lambda item: item[0] in _LISTS):
         for heading, text in entries:
-            entry = heading.partition("  ")[0], _whole(heading, text)
-            if _has(f"{name} {' '.join(entry)}", wanted) and entry not in seen:
+            entry = heading.partition("  ")[0], _full_text(heading, text)
+            if _has_words(f"{name} {' '.join(entry)}", wanted) and entry not in seen:
                 texts[name].append(entry[1])
             seen.add(entry)
-        if name in _LISTS and name not in texts and _has(name, wanted):
+        if name in _LISTS and name not in texts and _has_words(name, wanted):
             texts[name].append(f"lists {plural(len(entries), 'topic')}")
     if not texts:
         near = get_close_matches(" ".join(words), entries_of, 3, 0.5) or ["words", "settings", "measures"]
         what = "all of these words" if words[1:] else "this word"
         raise InputError(f"-k {' '.join(words)}: no topic has {what}; the nearest are {', '.join(near)}")
     order = list(entries_of)
-    matches = sorted(texts, key=lambda name: (not _has(name, wanted), order.index(name)))
+    matches = sorted(texts, key=lambda name: (not _has_words(name, wanted), order.index(name)))
     console = Console()
-    column = min(_WIDEST, max(map(len, matches)))
+    column = min(_MAX_TOPIC_WIDTH, max(map(len, matches)))
     for name in matches:
         begin = f"gpipe help {name:<{column}}  "
-        looked_for = [] if _has(name, wanted) else wanted
+        looked_for = [] if _has_words(name, wanted) else wanted
         excerpt = _excerpt(max(texts[name], key=len), looked_for, _width(console) - len(begin))
         show_line(console, f"{begin}{excerpt}".rstrip())
     return 0
 
 
-def _excerpt(text: str, wanted: Sequence[str], room: int) -> str:
-    """The first clause of `text` with any of the words, or else its first clause, in at most `room` characters; "" if
-    so few characters would tell nothing."""
-    if room < 4 * len(_MORE):
+def _excerpt(text: str, wanted: Sequence[str], max_characters: int) -> str:
+    """The first clause of `text` with any of the words, or else its first clause, in at most `max_characters`
+    characters; "" if so few characters would tell nothing."""
+    if max_characters < 4 * len(_MORE):
         return ""
     clauses = re.split(r" \| |(?<=[.]) (?=[A-Z])", text)
-    shown = next((clause for clause in clauses if any(_has(clause, [word]) for word in wanted)), clauses[0])
-    ends = [at + len(word) for word in wanted if (at := _searched(shown).find(word)) >= 0]
-    if ends and min(ends) > room - len(_MORE) and len(shown) > room:
-        begin = min(min(ends) - room // 2, len(shown) - room + len(_MORE))
+    shown = next((clause for clause in clauses if any(_has_words(clause, [word]) for word in wanted)), clauses[0])
+    ends = [at + len(word) for word in wanted if (at := _normalize_text(shown).find(word)) >= 0]
+    if ends and min(ends) > max_characters - len(_MORE) and len(shown) > max_characters:
+        begin = min(min(ends) - max_characters // 2, len(shown) - max_characters + len(_MORE))
         shown = f"{_MORE.strip()} {shown[begin:].partition(' ')[2]}"
-    return textwrap.shorten(shown, room, placeholder=_MORE)
+    return textwrap.shorten(shown, max_characters, placeholder=_MORE)
 
 
-def _has(text: str, wanted: Sequence[str]) -> bool:
-    """Whether `text` has all the words, which are as `_plain` spells them."""
-    return all(word in _searched(text) for word in wanted)
+def _has_words(text: str, wanted: Sequence[str]) -> bool:
+    """Whether `text` has all the words, which are as `_normalize_topic` spells them."""
+    return all(word in _normalize_text(text) for word in wanted)
 
 
-def _searched(text: str) -> str:
-    """`text` as words of `_plain` occur in it: of `micro_batches` and `Micro-Batches`, `micro batch`."""
+def _normalize_text(text: str) -> str:
+    """`text` as words of `_normalize_topic` occur in it: of `micro_batches` and `Micro-Batches`, `micro batch`."""
     return text.lower().replace("_", " ").replace("-", " ")
 
 
@@ -183,28 +187,28 @@ def _width(console: Console) -> int:
 
 
 @cache
-def _whole(heading: str, text: str) -> str:
+def _full_text(heading: str, text: str) -> str:
     """The text of an entry. The text of a recipe is read on demand, as reading all recipes takes a second."""
     if not heading.startswith("gpipe reproduce "):
         return text
-    recipe = load(heading.removeprefix("gpipe reproduce "))
+    recipe = read_recipe(heading.removeprefix("gpipe reproduce "))
     return f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."
 
 
 def glossary() -> dict[str, str]:
     """The words of recipes/glossary.md: word -> meaning, with the symbol in parentheses."""
-    table = (FOLDER / "glossary.md").read_text(encoding="utf-8")
+    table = (RECIPES_DIR / "glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ?([^|]*?) ?\|$", table, re.MULTILINE)
     meanings = {word: f"{text} ({symbol})" if symbol else text for word, text, symbol in rows if word != "word"}
     return {word: text.replace("`", "") for word, text in meanings.items()}
 
 
-def _plain(topic: str) -> str:
+def _normalize_topic(topic: str) -> str:
     """The topic, normalized: `micro-batches`, `micro_batch` and `Micro batch` are the same."""
     return re.sub(r"(?:(?<=ch)es|(?<=[^s])s)$", "", topic.lower().replace("_", " ").replace("-", " "))
 
 
-def _named(key: str) -> Sequence[str]:
+def _choice_topics(key: str) -> Sequence[str]:
     """The choices of a setting that are topics of their own."""
-    allowed = SCHEDULES if key == "schedule" else choices(TrainConfig, key)
+    allowed = SCHEDULES if key == "schedule" else allowed_words(TrainConfig, key)
     return [choice for choice in allowed if choice not in ("true", "false", "null")]

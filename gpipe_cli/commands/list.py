@@ -8,23 +8,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.commands.words import words_and_settings
-from gpipe_cli.config.comments import all_settings, of_choices
-from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.config.groups import IMAGES
-from gpipe_cli.config.settings import CONFIG, load_hardware
-from gpipe_cli.errors import InputError, show
+from gpipe_cli.commands.split_arguments import split_arguments
+from gpipe_cli.config.comments import all_settings, choice_descriptions
+from gpipe_cli.config.did_you_mean import suggest_nearest
+from gpipe_cli.config.groups import IMAGE_DATASETS
+from gpipe_cli.config.settings import CONFIG_FILE, load_hardware
+from gpipe_cli.errors import InputError, format_value
 from gpipe_cli.models.timm_list import list_sequential_models
 from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, TABLE, Column, Table, show_table, to_text
-from gpipe_cli.results.measures import Measure, chosen
+from gpipe_cli.results.metrics import Metric, select_metrics
 from gpipe_cli.results.run import RunResult, read_run_result
 from gpipe_cli.units import count, plural
 
 PEAKS = {"float32": "peak_tflops", "tf32": "tf32_tflops", "bfloat16": "bfloat16_tflops"}
 SPEEDS = ("samples_per_second", "tokens_per_second", "step_seconds")
-Listed = tuple[Table, str]  # the table, and a line below it ("": none)
+Listing = tuple[Table, str]  # the table, and a line below it ("": none)
 HELP = """\
 Lists what there is to choose among, and what has been run.
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
-    words, settings = words_and_settings(arguments, "format")
+    words, settings = split_arguments(arguments, "format")
     match words:
         case []:
             commands = [f"gpipe list {name}" for name in TOPICS]
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
                 taken = {"models": "one pattern", "runs": "one folder"}.get(what)
                 extra, allowed = (more[1], f"{taken} and nothing more") if taken else (more[0], "nothing more")
                 raise InputError(f"{extra}: gpipe list {what} takes {allowed}; leave it out")
-            hint = nearest(what, list(TOPICS)) or f"; choose one of {', '.join(TOPICS)}"
+            hint = suggest_nearest(what, list(TOPICS)) or f"; choose one of {', '.join(TOPICS)}"
             raise InputError(f"{what}: there is no such list{hint}")
     if settings["format"] != TABLE:
         sys.stdout.write(to_text(table, settings["format"]))
@@ -80,23 +80,23 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _models() -> Listed:
+def _models() -> Listing:
     return _choices(
         "model", []
     ), "gpipe list models 'resnet*' lists timm's that are plain sequences of blocks (model=timm)"
 
 
-def _datasets() -> Listed:
+def _datasets() -> Listing:
     settings = [setting for setting in all_settings() if setting.key == "dataset.root"]
     roots = {setting.place.partition("=")[2]: setting.value for setting in settings}
-    names = list(of_choices("dataset"))
+    names = list(choice_descriptions("dataset"))
     files = [{"???": "yours: dataset.root", None: "none"}.get(roots.get(name), roots.get(name, "")) for name in names]
-    kinds = ["images" if name in IMAGES else "text" for name in names]
+    kinds = ["images" if name in IMAGE_DATASETS else "text" for name in names]
     return _choices("dataset", [Column("kind", cells=kinds), Column("files", cells=files)]), ""
 
 
-def _hardware() -> Listed:
-    figures = [load_hardware(name) for name in of_choices("hardware")]
+def _hardware() -> Listing:
+    figures = [load_hardware(name) for name in choice_descriptions("hardware")]
 
     def column(heading: str, key: str, *, printed: bool = True) -> Column:
         return Column.of(key, heading, [getattr(device, key) for device in figures], "{:,g}".format, printed=printed)
@@ -114,13 +114,13 @@ def _hardware() -> Listed:
 
 def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A-Z])") -> Table:
     """A row per choice of a group, with its file's description up to the pattern `until`, by default a sentence."""
-    choices = of_choices(group)
+    choices = choice_descriptions(group)
     sentences = [re.split(until, text)[0] for text in choices.values()]
     what = Column("what it is", cells=sentences, key="what", values=list(choices.values()))
     return Table("", [Column(group, cells=list(choices)), *columns, what])
 
 
-def _timm(pattern: str) -> Listed:
+def _timm(pattern: str) -> Listing:
     models, others = list_sequential_models(pattern)
     names, families, layers, parameters = zip(*models, strict=True) if models else ((),) * 4
     columns = [
@@ -133,28 +133,28 @@ def _timm(pattern: str) -> Listed:
     return Table("", columns), line
 
 
-def _recipes() -> Listed:
-    from gpipe_cli.commands.reproduce import RUNS_ONE, recipes  # it imports all kinds of experiments
+def _recipes() -> Listing:
+    from gpipe_cli.commands.reproduce import USAGE_HINT, recipes  # it imports all kinds of experiments
 
-    return recipes(), RUNS_ONE
+    return recipes(), USAGE_HINT
 
 
-def _runs(folder: Path = Path("outputs")) -> Listed:
+def _runs(folder: Path = Path("outputs")) -> Listing:
     try:
-        runs = sorted(find_runs(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+        runs = sorted(find_runs(folder), key=lambda run: (run / CONFIG_FILE).stat().st_mtime, reverse=True)
     except InputError as error:
         raise InputError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
-    begin_times, results = zip(*map(_begun_and_result, runs), strict=True)
+    begin_times, results = zip(*map(_start_and_result, runs), strict=True)
 
     def text(heading: str, values: Sequence[str | None]) -> Column:
         return Column(heading, cells=[value or NONE for value in values], values=values)
 
     def cut(key: str, symbol: str) -> Column:
-        return Column.of(key, symbol, [result.config.get(key) for result in results], show)
+        return Column.of(key, symbol, [result.config.get(key) for result in results], format_value)
 
-    def number(measure: Measure) -> Column:
-        values = [measure.value(result) for result in results]
-        return Column.of_measure(measure, values, printed=any(value is not None for value in values))
+    def number(metric: Metric) -> Column:
+        values = [metric.value(result) for result in results]
+        return Column.of_measure(metric, values, printed=any(value is not None for value in values))
 
     above = "" if folder in (Path(), *runs) else f"{folder}/"  # the folder that all runs share is the heading
     paths = list(map(str, runs))
@@ -162,31 +162,31 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
         Column(above or "run", cells=[path.removeprefix(above) for path in paths], key="run", values=paths),
         *(cut(key, symbol) for key, symbol in SYMBOLS.items()),
         text("status", [result.status for result in results]),
-        Column.of("started", "started", [begun.isoformat() for begun in begin_times], _to_the_minute),
-        *map(number, chosen("test_top1", "test_perplexity", *SPEEDS)),
+        Column.of("started", "started", [started.isoformat() for started in begin_times], _format_minute),
+        *map(number, select_metrics("test_top1", "test_perplexity", *SPEEDS)),
         text("dataset", [result.dataset for result in results]),
         text("model", [result.model for result in results]),
     ]
     return Table("", columns, names=4), ""
 
 
-def _to_the_minute(time: str) -> str:
+def _format_minute(time: str) -> str:
     return time[:16].replace("T", " ")
 
 
-def _begun_and_result(run: Path) -> tuple[datetime, RunResult]:
+def _start_and_result(run: Path) -> tuple[datetime, RunResult]:
     """When a run began, and its result. If result.json is missing or damaged, the run is listed with that as status."""
-    begun = datetime.fromtimestamp((run / CONFIG).stat().st_mtime)
+    started = datetime.fromtimestamp((run / CONFIG_FILE).stat().st_mtime)
     try:
         result = read_run_result(run)
-        return (datetime.fromisoformat(result.starts[-1].started) if result.starts else begun), result
+        return (datetime.fromisoformat(result.starts[-1].started) if result.starts else started), result
     except FileNotFoundError:
-        return begun, RunResult("no result")
+        return started, RunResult("no result")
     except (OSError, ValueError):  # somebody may have edited the file
-        return begun, RunResult("damaged")
+        return started, RunResult("damaged")
 
 
-TOPICS: dict[str, tuple[str, Callable[[], Listed]]] = {
+TOPICS: dict[str, tuple[str, Callable[[], Listing]]] = {
     "models": ("models, model=...; with a pattern timm's names", _models),
     "datasets": ("data sets, dataset=...", _datasets),
     "hardware": ("devices with their figures, hardware=...", _hardware),

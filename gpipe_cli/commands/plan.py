@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import CommandLine, read, values_of
-from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose, own, training
+from gpipe_cli.commands.command_line import CommandLine, parse_command_line, setting_values
+from gpipe_cli.commands.command_runner import show_preparation
+from gpipe_cli.commands.compose_config import (
+    TRAINING_KEYS,
+    ConfigComposer,
+    combinations,
+    command_settings,
+    compose,
+    training_config,
+)
 from gpipe_cli.commands.folders import check_writable, run_folder
-from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.commands.sweep import differences
-from gpipe_cli.commands.words import words_and_settings
+from gpipe_cli.commands.split_arguments import split_arguments
+from gpipe_cli.commands.sweep import describe_differences
 from gpipe_cli.config.pipeline_settings import SCHEDULE_FILE
 from gpipe_cli.config.settings import PlanSettings, TrainConfig
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
@@ -39,19 +46,19 @@ class _Request:
 
 
 def main(arguments: Sequence[str]) -> int:
-    arguments, given = words_and_settings(arguments, "format")
-    line = read("plan", arguments)
-    form = given["format"]
+    arguments, options = split_arguments(arguments, "format")
+    line = parse_command_line("plan", arguments)
+    form = options["format"]
     line.check_allowed(
         dict.fromkeys(("resume", "dry_run", "quiet"), "a plan runs nothing, and is what is shown; leave it out")
     )
     check_not_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
-    if line.options["multirun"] and not line.is_question:
+    if line.options["multirun"] and not line.only_prints:
         return _sweep(line, form)
-    tree = compose(line, TRAINING_KEYS)
-    if tree is None:
+    cfg = compose(line, TRAINING_KEYS)
+    if cfg is None:
         return 0
-    plan = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
+    plan = _plan(_make_request(cfg, line.overrides), form, shown=form == TABLE)
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stage_table
 
@@ -59,9 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
-    settings = own(PlanSettings, "plan", tree)
-    config, auto = training(tree, given)
+def _make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> _Request:
+    settings = command_settings(PlanSettings, "plan", cfg)
+    config, auto = training_config(cfg, overrides)
     if settings.solve is not None and config.partition.balance is not None:
         why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
         raise InvalidSettingError("partition.balance", config.partition.balance, why)
@@ -71,15 +78,15 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
         if not file.endswith(SCHEDULE_FILE):
             why = f"a schedule is read by its ending; use write_schedule={file}{SCHEDULE_FILE}"
             raise InvalidSettingError("write_schedule", file, why)
-        check_writable("write_schedule", Path(file), taken="another, or remove it")
+        check_writable("write_schedule", Path(file), alternative="another, or remove it")
     return _Request(config, auto, settings)
 
 
 def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
     config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # only the JSON or CSV document goes to stdout
-    with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
-        if config.cost != "figures" and config.hardware.here:
+    with run_folder(config, datetime.now(), auto, "plan") as folder, show_preparation():
+        if config.cost != "figures" and config.hardware.is_this_machine:
             fork_server.start()  # the server imports torch in parallel with this process
         import_apart("gpipe_cli.commands.plan_run")  # torch comes with it
         from gpipe_cli.commands.plan_run import plan
@@ -100,11 +107,11 @@ def _sweep(line: CommandLine, form: str) -> int:
 
     plans: list[SweptPlan] = []
     refused: list[InputError] = []
-    trees = Trees(line, TRAINING_KEYS)
+    composer = ConfigComposer(line, TRAINING_KEYS)
     jobs = combinations(line)
-    for job, (_, varied) in zip(jobs, differences(jobs, line.same), strict=True):
+    for job, (_, varied) in zip(jobs, describe_differences(jobs, line.single_valued), strict=True):
         try:
-            request = _requested(trees.tree(job), values_of(job))
+            request = _make_request(composer.compose(job), setting_values(job))
             plans.append(SweptPlan(varied, None, _plan(request, form, shown=False)))
         except InvalidValueError:
             raise

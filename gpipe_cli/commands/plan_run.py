@@ -32,8 +32,8 @@ from gpipe_cli.results.files import write_result
 from gpipe_cli.schedule.schedule_file import schedule_to_csv
 from gpipe_cli.system.files import write_whole
 
-PICTURE = "timeline.png"
-SETTINGS = "settings.yaml"  # not config.yaml, which would make the folder a run's
+PICTURE_FILE = "timeline.png"
+SETTINGS_FILE = "settings.yaml"  # not config.yaml, which would make the folder a run's
 
 
 def plan(
@@ -53,15 +53,15 @@ def plan(
     gc.disable()  # a large plan has a million small objects, and garbage collections would take seconds
     try:
         log = partial(show_text, console)
-        _require_figures(config, settings.solve, several=config.partitions > 1 or "partitions" in auto)
+        _check_data_sheet(config, settings.solve, several=config.partitions > 1 or "partitions" in auto)
         if settings.solve is None:
-            made = prepare(config, auto, log, elsewhere=not config.hardware.here).plan
+            made = prepare(config, auto, log, other_machine=not config.hardware.is_this_machine).plan
         else:
             made = solve_max_model(config, log)
         config = made.config
         if config.compile:
             log(f"planned {NOT_COMPILED}")
-        files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
+        files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE_FILE)}
         files["trace"] = f"{folder / TRACE} (for ui.perfetto.dev)"
         if (file := settings.write_schedule) is not None:
             files["schedule_file"] = file
@@ -76,12 +76,12 @@ def plan(
             # the file has all micro-batches; the plan may have fewer
             schedule = checked_schedule(made.order, config.micro_batches, made.recompute)
             write_whole(Path(file), schedule_to_csv(schedule, made.layout.row_of_stage))
-        write_whole(folder / SETTINGS, to_yaml(config))
+        write_whole(folder / SETTINGS_FILE, to_yaml(config))
         about = f"{name} on {config.dataset.name}"
         write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
         title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
         views = [view_of_plan(title, made)]
-        write_picture(folder / PICTURE, draw(views))
+        write_picture(folder / PICTURE_FILE, draw(views))
         write_trace(folder, views)
         if shown:
             print_fields(console, [*files.items(), ("written to", str(folder / PLAN))])
@@ -92,14 +92,14 @@ def plan(
         gc.enable()
 
 
-def _require_figures(config: TrainConfig, solve: str | None, *, several: bool) -> None:
+def _check_data_sheet(config: TrainConfig, solve: str | None, *, several: bool) -> None:
     """Raises InputError if a plan by a data sheet lacks a figure; `several` partitions need the link's figure, too."""
     layout = layout_of(config)
     hardware = resolved(config.hardware, layout.devices)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
     if missing and (solve or not times_layers(config, layout)):
-        what = "this GPU has no file in conf/hardware" if hardware.here else f"hardware={hardware.name}"
+        what = "this GPU has no file in conf/hardware" if hardware.is_this_machine else f"hardware={hardware.name}"
         raise InputError(
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "
             f"give hardware.{missing[0]}=..., or another hardware"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gpipe_cli.assembly.build import preprocessing_of
 from gpipe_cli.benchmark.machine_timing import step_costs
-from gpipe_cli.config.groups import SCALING, ImagesConfig
-from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
+from gpipe_cli.config.groups import PREPROCESSING_KEYS, ImagesConfig
+from gpipe_cli.config.settings import TrainConfig, fallback_values, read_config
 from gpipe_cli.distributed.torchrun_env import Torchrun
-from gpipe_cli.errors import InvalidSettingError, show
+from gpipe_cli.errors import InvalidSettingError, format_value
 from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
@@ -25,12 +25,12 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural
 
-_NEARLY_ALL = 0.9  # share of the work on one of several processes above which a line says so; our choice
-_UNEVEN = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
+_DOMINANT_FRACTION = 0.9  # share of the work on one of several processes above which a line says so; our choice
+_IMBALANCE_RATIO = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run ready to begin: every setting has its value, also `threads`, on which the last bits of sums depend."""
 
     plan: Plan
@@ -52,12 +52,13 @@ def prepare(
     log: Callable[[str], None],
     started: Torchrun | None = None,
     *,
-    elsewhere: bool = False,
-) -> Prepared:
+    other_machine: bool = False,
+) -> PreparedRun:
     """Choose the settings in `auto`, plan the step, and partition the model.
 
-    `log` gets a line before each slow part; `started`: this process, if torchrun started it; `elsewhere`: the plan is
-    for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
+    `log` gets a line before each slow part; `started`: this process, if torchrun started it; `other_machine`: the plan
+    is for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the
+    memory.
     """
     config = with_memory_format(config)
     check_feasible(config, auto, started)
@@ -65,19 +66,19 @@ def prepare(
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
-    plan = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
+    plan = choose(config, auto, profile, costs_of, started, other_machine=other_machine)
     if plan.config.batch_size is not None:
         check_single_samples(plan.config, plan.config.batch_size, profile)
     plan = with_threads(plan)
     config, spec = plan.config, placed(plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
-    notes += [("chosen", _words(comparison)) for comparison in plan.choices]
-    notes += [*_pixels(config)]
+    notes += [("chosen", _choice_text(comparison)) for comparison in plan.choices]
+    notes += [*_preprocessing_note(config)]
     if config.compile:
         notes.append(("planned", NOT_COMPILED))
-    notes += [*_without_effect(config, spec), *_resumed_threads(config, spec.layout.processes)]
-    notes += [*_turns(spec.layout), *_uneven(config, spec)]
-    return Prepared(plan, spec, tuple(notes))
+    notes += [*_no_effect_notes(config, spec), *_threads_note(config, spec.layout.processes)]
+    notes += [*_device_sharing_note(spec.layout), *_imbalance_notes(config, spec)]
+    return PreparedRun(plan, spec, tuple(notes))
 
 
 def check_feasible(config: TrainConfig, auto: Collection[str] = (), started: Torchrun | None = None) -> None:
@@ -102,11 +103,11 @@ def check_feasible(config: TrainConfig, auto: Collection[str] = (), started: Tor
 NOT_COMPILED = "as with compile=false: compiled layers keep other activations, and take other times"
 
 
-def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str, str]]:
+def _threads_note(config: TrainConfig, processes: int) -> Iterator[tuple[str, str]]:
     """A line of the banner if a resumed run's threads differ from before, or from those that its K would get now."""
     if config.resume is None:
         return
-    threads, before = config.threads, read_config(Path(config.resume), instead_of(config)).threads
+    threads, before = config.threads, read_config(Path(config.resume), fallback_values(config)).threads
     usual = own_threads(processes)
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
@@ -114,32 +115,35 @@ def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str,
         yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses anew"
 
 
-def _pixels(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def _preprocessing_note(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """A line of the banner if there are pretrained weights, or images are scaled in another way than usual."""
     dataset = config.dataset
     if not isinstance(dataset, ImagesConfig):
         return
-    ours, trained = _scaling(dataset), None
+    ours, trained = _preprocessing_text(dataset), None
     if config.init_from is None and config.resume is None:
         trained = preprocessing_of(config)
     if trained is not None:
-        theirs = _scaling(trained)
+        theirs = _preprocessing_text(trained)
         was = (
             f"; {trained.weights} was trained with {theirs}"
             if theirs != ours
             else f": as {trained.weights} was trained"
         )
         yield "pixels", ours + was
-    elif any(getattr(dataset, field.name) != field.default for field in fields(dataset) if field.name in SCALING):
+    elif any(
+        getattr(dataset, field.name) != field.default for field in fields(dataset) if field.name in PREPROCESSING_KEYS
+    ):
         yield "pixels", ours
 
 
-def _scaling(images: ImagesConfig | Preprocessing) -> str:
+def _preprocessing_text(images: ImagesConfig | Preprocessing) -> str:
     """`224 pixels, mean [0.485,0.456,0.406], deviation [0.229,0.224,0.225], bicubic`."""
-    return f"{images.image_size} pixels, mean {show(images.mean)}, deviation {show(images.std)}, {images.interpolation}"
+    mean, std = format_value(images.mean), format_value(images.std)
+    return f"{images.image_size} pixels, mean {mean}, deviation {std}, {images.interpolation}"
 
 
-def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
+def _device_sharing_note(layout: Layout) -> Iterator[tuple[str, str]]:
     """A line of the banner if stages or threads take turns, so that a measurement is not a pipeline's speed."""
     processes = layout.processes_here
     threads, cores = plural(layout.threads, "thread"), plural(usable_cores(), "core")
@@ -151,7 +155,7 @@ def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
         yield "devices", f"{len(layout.devices)} stages take turns on {layout.devices[0]}: not a pipeline's speed"
 
 
-def _without_effect(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
+def _no_effect_notes(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
     """A line if a schedule or a placement needs more stages to make a difference."""
     looped, one_each = "partitions={} stages_per_process=2", spec.layout.of_pipeline == spec.partitions > 1
     if config.schedule == "interleaved" and one_each:
@@ -164,7 +168,7 @@ def _without_effect(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[s
         yield "schedule", f"{config.schedule} has both stages on one device; partitions=4 has two on each of two"
 
 
-def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
+def _imbalance_notes(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
     """A line if one process has nearly all of the work, as where one layer has; or if processes' numbers of stages make
     their work uneven: the partitioner balances stages only."""
     layout, partitions = spec.layout, spec.partitions
@@ -174,10 +178,10 @@ def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]
     work = [sum(spec.cost[k] for k in stages_of_process) for stages_of_process in of_process]
     most = max(range(processes), key=work.__getitem__)
     share = f"process {most} has {percent(work[most] / sum(work))} of the work"
-    if processes > 1 and work[most] > _NEARLY_ALL * sum(work):
+    if processes > 1 and work[most] > _DOMINANT_FRACTION * sum(work):
         yield "processes", f"{share}, so that the others wait: hardly a pipeline; partitions=1 sends nothing"
         return
-    if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
+    if stages[most] == min(stages) or work[most] * processes <= _IMBALANCE_RATIO * sum(work):
         return
     each = -(-partitions // processes)  # stages per process, divided as evenly as possible
     use = ""
@@ -188,7 +192,7 @@ def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]
     yield "processes", f"{' + '.join(map(str, stages))} stages: {share}{use}"
 
 
-def _words(comparison: Choice) -> str:
+def _choice_text(comparison: Choice) -> str:
     """`micro_batches=8: 0.145 s a step predicted; compared 1: 0.31, 2: 0.20, 4: 0.16, 16: 0.15`"""
     chosen = comparison.chosen
     assert chosen is not None

@@ -8,18 +8,18 @@ from typing import IO, Literal
 
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
-from gpipe_cli.commands.outcome import ended, fork_command, run_command
-from gpipe_cli.config.settings import key_of, owner
+from gpipe_cli.commands.command_line import parse_command_line
+from gpipe_cli.commands.command_runner import fork_command, run_command, wait_for
+from gpipe_cli.commands.compose_config import TRAINING_KEYS, ConfigComposer, training_config
+from gpipe_cli.config.settings import key_of, only_command_of
 from gpipe_cli.errors import BAD_INPUT, InputError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.console import show_log_tail
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.recipe import Recipe
-from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError, Runner, Scale, last_wins, with_users
-from gpipe_cli.reproduction.simulated import Simulate, simulating
+from gpipe_cli.reproduction.runner import RECIPES_DIR, CommandFailedError, Runner, Scale, add_user_settings, keep_last
+from gpipe_cli.reproduction.simulated import Simulate, make_simulator
 from gpipe_cli.system.gpus import Gpu
 
 
@@ -39,39 +39,42 @@ class Machine:
     console: Console
     gpus: Sequence[Gpu]
 
-    def scale(self, recipe: Recipe, whole: ReproduceSettings, given: Sequence[str]) -> tuple[Scale, str]:
+    def scale(self, recipe: Recipe, recipe_settings: ReproduceSettings, given: Sequence[str]) -> tuple[Scale, str]:
         """The scale of a recipe, and the reason for it."""
-        if whole.scale != "auto":
-            return whole.scale, "as requested"
+        if recipe_settings.scale != "auto":
+            return recipe_settings.scale, "as requested"
         if any(key_of(setting) == "device" and setting.endswith("=cpu") for setting in given):
             return "desk", "device=cpu uses no GPU"
         return recipe.needs.fitting_scale(self.gpus)
 
-    def reproduce(self, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...], folder: Path) -> Reproduction:
+    def reproduce(
+        self, recipe: Recipe, recipe_settings: ReproduceSettings, given: tuple[str, ...], folder: Path
+    ) -> Reproduction:
         """Run a recipe. Raises the errors that its commands end with."""
-        scale, why = self.scale(recipe, whole, given)
-        users = last_wins(given)
+        scale, why = self.scale(recipe, recipe_settings, given)
+        user_settings = keep_last(given)
         runner = Runner(
-            recipe.name, folder, with_users(recipe.settings(scale), users), partial(perform, self.console),
-            simulating_recipe(recipe.name, recipe.folder), partial(show_line, self.console), scale, users, self.gpus,
+            recipe.name, folder, add_user_settings(recipe.settings(scale), user_settings),
+            partial(run_forked, self.console), make_recipe_simulator(recipe.name, recipe.folder),
+            partial(show_line, self.console), scale, user_settings, self.gpus,
             Path(recipe.folder),
         )  # fmt: skip
         return recipe.reproduce(runner, why)
 
 
-def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
+def run_forked(console: Console, command: Sequence[str], log: IO[str]) -> None:
     """Run a command in a fork that writes to `log`, whose newest line `console` shows in a terminal. Raises the
     command's InputError, or CommandFailedError."""
     if command[0] != "plan":
         fork_server.start()  # shared by all forks
     fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
-    result = ended(fork, show_log_tail(console, Path(log.name)))  # starts a thread, so after the fork
+    result = wait_for(fork, show_log_tail(console, Path(log.name)))  # starts a thread, so after the fork
     if result.exit_code < 0:
         fork_server.kill()  # ends the workers of a command that was killed before it could end them
     if result.error:
         log.write(f"gpipe {command[0]}: {result.error}\n")
     if result.exit_code == BAD_INPUT:
-        raise result.refusal or InputError(result.error)
+        raise result.input_error or InputError(result.error)
     if result.exit_code != 0:
         raise CommandFailedError(result.error)
 
@@ -79,7 +82,7 @@ def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
 def check_known(recipe: Recipe, given: Sequence[str]) -> None:
     """Raises InvalidValueError for what is no setting, whatever data set and model the scale brings."""
     try:
-        _trees(recipe.name, recipe.folder).tree([setting for setting in given if owner(setting) is None])
+        _trees(recipe.name, recipe.folder).compose([setting for setting in given if only_command_of(setting) is None])
     except InvalidValueError:
         raise
     except InputError:  # another scale may have the setting: its commands will report it
@@ -87,11 +90,11 @@ def check_known(recipe: Recipe, given: Sequence[str]) -> None:
 
 
 @cache
-def simulating_recipe(name: str, folder: str = str(FOLDER)) -> Simulate:
+def make_recipe_simulator(name: str, folder: str = str(RECIPES_DIR)) -> Simulate:
     """A function that plans the recipe `name` of a folder with given settings; it raises InputError as `gpipe plan`."""
-    return simulating(lambda settings: training(_trees(name, folder).tree(settings), {}))
+    return make_simulator(lambda settings: training_config(_trees(name, folder).compose(settings), {}))
 
 
 @cache
-def _trees(name: str, folder: str) -> Trees:
-    return Trees(read("train", ["-cd", folder, "-cn", name]), TRAINING_KEYS)
+def _trees(name: str, folder: str) -> ConfigComposer:
+    return ConfigComposer(parse_command_line("train", ["-cd", folder, "-cn", name]), TRAINING_KEYS)

@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import configurations, read
-from gpipe_cli.commands.folders import locked_folder
-from gpipe_cli.commands.outcome import import_torch
+from gpipe_cli.commands.command_line import find_config_dir, parse_command_line
+from gpipe_cli.commands.command_runner import import_torch
+from gpipe_cli.commands.folders import lock_folder
 from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, check_known
+from gpipe_cli.config.schema import parse_config
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
@@ -29,8 +29,8 @@ from gpipe_cli.reporting.reproduced.readme import README, insert_results
 from gpipe_cli.reporting.run.lines import format_override, print_fields, show_line
 from gpipe_cli.reporting.tables.recipe import REPRODUCTION, read_reproduction, show_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.reproduction.recipe import Recipe, load, names
-from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, last_wins
+from gpipe_cli.reproduction.recipe import Recipe, read_recipe, recipe_names
+from gpipe_cli.reproduction.runner import LOG, RECIPES_DIR, CommandFailedError, keep_last
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.files import contents, read_text, write_whole
 from gpipe_cli.system.gpus import usable_gpus
@@ -61,14 +61,14 @@ Examples
   gpipe reproduce all scale=desk run_folder=outputs/paper           begins, or continues after an interruption
   gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
 """
-REFUSED = {
+UNSUPPORTED = {
     **dict.fromkeys(("resume", "hydra.sweep.dir"), "a recipe makes its own folders; give output=FOLDER"),
     "quiet": "a recipe's commands print into log.txt; leave it out",
     "dry_run": "a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true",
 }
-RUNS_ONE = "gpipe reproduce NAME runs one, gpipe reproduce all runs all"
+USAGE_HINT = "gpipe reproduce NAME runs one, gpipe reproduce all runs all"
 ALL = "all"  # stands for the names of all recipes
-ASKED = "asked.json"  # a file with the scale and the settings of all recipes in a folder
+REQUEST_FILE = "asked.json"  # a file with the scale and the settings of all recipes in a folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,9 +77,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments[:1] == ["-sc"]:  # no completion: Hydra completes settings, and not the names of recipes
         return 0
-    folder = FOLDER
+    folder = RECIPES_DIR
     if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
-        folder = configurations(arguments[1])
+        folder = find_config_dir(arguments[1])
         arguments = arguments[3:]
     # a path such as ../micro_batches=4 is no setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
@@ -88,12 +88,14 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(f"{argument}: there is no such option; gpipe reproduce --help names all")
         if argument.startswith("~"):
             raise InputError(f"{argument}: settings cannot be removed; write NAME setting=value, or use gpipe train")
-    line = read("reproduce", [argument for argument in arguments if argument not in rest])
-    line.check_allowed(REFUSED)
+    line = parse_command_line("reproduce", [argument for argument in arguments if argument not in rest])
+    line.check_allowed(UNSUPPORTED)
     for key in line.swept:
         raise InputError(f"{key}={line.overrides[key]}: all commands share one value; run the recipe once for each")
     defaults = {"scale": "auto", "output": "outputs", "run_folder": None}
-    whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in defaults.items()})
+    recipe_settings = parse_config(
+        ReproduceSettings, {key: line.overrides.get(key, value) for key, value in defaults.items()}
+    )
     check_not_torchrun("a recipe starts its own processes; call gpipe reproduce")
     if not rest:
         if line.typed:
@@ -101,33 +103,35 @@ def main(arguments: Sequence[str]) -> int:
         console = Console()
         show_table(console, recipes())
         console.print()
-        show_line(console, f"{RUNS_ONE}; gpipe reproduce --help")
+        show_line(console, f"{USAGE_HINT}; gpipe reproduce --help")
         return 0
-    if folder != FOLDER and len(rest) > 1:
+    if folder != RECIPES_DIR and len(rest) > 1:
         raise InputError(f"{rest[1]}: your own recipes run one at a time; leave it out")
-    every = rest == [ALL] and folder == FOLDER
-    chosen = [load(name, folder) for name in (names() if every else dict.fromkeys(rest))]
-    given = tuple(setting for setting in last_wins(line.typed) if key_of(setting) not in defaults)
+    every = rest == [ALL] and folder == RECIPES_DIR
+    chosen = [read_recipe(name, folder) for name in (recipe_names() if every else dict.fromkeys(rest))]
+    given = tuple(setting for setting in keep_last(line.typed) if key_of(setting) not in defaults)
     for recipe in chosen:
         recipe.check(given)
     check_known(chosen[0], given)
     if len(chosen) > 1:
-        return _several(chosen, whole, given, rest)
-    if whole.run_folder is not None:
-        raise InputError(f"run_folder={whole.run_folder}: one recipe makes its own folder; give output=FOLDER")
-    return _one(chosen[0], whole, given)
+        return _reproduce_several(chosen, recipe_settings, given, rest)
+    if recipe_settings.run_folder is not None:
+        raise InputError(
+            f"run_folder={recipe_settings.run_folder}: one recipe makes its own folder; give output=FOLDER"
+        )
+    return _reproduce_one(chosen[0], recipe_settings, given)
 
 
-def _new_folder(whole: ReproduceSettings, name: str) -> Path:
-    return Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}")
+def _new_folder(recipe_settings: ReproduceSettings, name: str) -> Path:
+    return Path(recipe_settings.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}")
 
 
-def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> int:
+def _reproduce_one(recipe: Recipe, recipe_settings: ReproduceSettings, given: tuple[str, ...]) -> int:
     console = Console()
     import_torch()
     machine = Machine(console, usable_gpus())
-    scale, why = machine.scale(recipe, whole, given)
-    with locked_folder(_new_folder(whole, recipe.name), f"output={whole.output}", new=True) as folder:
+    scale, why = machine.scale(recipe, recipe_settings, given)
+    with lock_folder(_new_folder(recipe_settings, recipe.name), f"output={recipe_settings.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{scale}: {why}"), ("folder", str(folder))]
         if scale == "desk":
@@ -135,7 +139,7 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
         print_fields(console, facts)
         try:
-            reproduction = machine.reproduce(recipe, whole, given, folder)
+            reproduction = machine.reproduce(recipe, recipe_settings, given, folder)
         except KeyboardInterrupt:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
             raise
@@ -154,20 +158,25 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
     return 0
 
 
-def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[str, ...], asked: list[str]) -> int:
+def _reproduce_several(
+    recipes: Sequence[Recipe], recipe_settings: ReproduceSettings, given: tuple[str, ...], asked: list[str]
+) -> int:
     """Run the recipes that are not done yet, and continue when a recipe fails; returns the exit code."""
     console = Console()
-    asked_for = {"scale": whole.scale, "settings": list(given)}
-    if whole.run_folder is None:
-        place = _new_folder(whole, ALL if asked == [ALL] else f"{len(recipes)}_recipes"), f"output={whole.output}"
+    request = {"scale": recipe_settings.scale, "settings": list(given)}
+    if recipe_settings.run_folder is None:
+        place = (
+            _new_folder(recipe_settings, ALL if asked == [ALL] else f"{len(recipes)}_recipes"),
+            f"output={recipe_settings.output}",
+        )
     else:
-        place = Path(whole.run_folder), f"run_folder={whole.run_folder}"
-    with locked_folder(*place, new=whole.run_folder is None) as folder:
-        _check_same_request(folder, asked_for)
+        place = Path(recipe_settings.run_folder), f"run_folder={recipe_settings.run_folder}"
+    with lock_folder(*place, new=recipe_settings.run_folder is None) as folder:
+        _check_same_request(folder, request)
         import_torch()
         machine = Machine(console, usable_gpus())
-        write_result(folder, asked_for, ASKED)
-        settings = [setting for setting in (f"scale={whole.scale}", *given) if setting != "scale=auto"]
+        write_result(folder, request, REQUEST_FILE)
+        settings = [setting for setting in (f"scale={recipe_settings.scale}", *given) if setting != "scale=auto"]
         go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {format_override('run_folder', str(folder))}"
         print_fields(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
         failed: dict[str, str] = {}
@@ -180,7 +189,7 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
                 show_line(console, f"{which:<12} {recipe.name}: is done")
                 continue
             left = ""
-            if took or machine.scale(recipe, whole, given)[0] == "desk":
+            if took or machine.scale(recipe, recipe_settings, given)[0] == "desk":
                 todo = sum(
                     60 * waiting.desk.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
                 )
@@ -189,8 +198,8 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
             show_line(console, "")
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
             try:
-                _make_again(below)
-                reproduction = machine.reproduce(recipe, whole, given, below)
+                _recreate_folder(below)
+                reproduction = machine.reproduce(recipe, recipe_settings, given, below)
                 write_reproduction(reproduction, below)
                 took += reproduction.seconds
                 stated += 60 * recipe.desk.minutes
@@ -210,7 +219,7 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
     return 1 if failed else 0
 
 
-def _make_again(folder: Path) -> None:
+def _recreate_folder(folder: Path) -> None:
     """Make the folder of a recipe, in place of what an interrupted or failed run of it has left: its log is the first
     file there. Raises InputError for anything else."""
     has_files = any(not path.is_dir() for path in folder.rglob("*"))
@@ -224,30 +233,30 @@ def _is_done(folder: Path) -> bool:
     return (folder / f"{REPRODUCTION}.json").is_file()
 
 
-def _check_same_request(folder: Path, asked_for: dict[str, Any]) -> None:
+def _check_same_request(folder: Path, request: dict[str, Any]) -> None:
     """Raises InputError for a folder that holds something else, or recipes with another scale or other settings."""
     if not contents(folder):
         return
-    if not (folder / ASKED).is_file():
+    if not (folder / REQUEST_FILE).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
-    before = read_result(folder, ASKED)
-    if before != asked_for:
+    before = read_result(folder, REQUEST_FILE)
+    if before != request:
         has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
         raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")
 
 
 def _write_report(folder: Path, failed: dict[str, str]) -> None:
     """Write the page about the recipes that are done; once all are done, also README.md, if it exists."""
-    every = names()
+    every = recipe_names()
     reproductions = [read_reproduction(folder / name) for name in every if _is_done(folder / name)]
     write_report(folder, reproductions, failed)
-    if len(reproductions) == len(every) and (FOLDER / README).is_file():
-        write_whole(folder / README, insert_results(read_text(FOLDER / README), reproductions))
+    if len(reproductions) == len(every) and (RECIPES_DIR / README).is_file():
+        write_whole(folder / README, insert_results(read_text(RECIPES_DIR / README), reproductions))
 
 
 def recipes() -> Table:
     """A table of the recipes."""
-    loaded = {name: load(name) for name in names()}
+    loaded = {name: read_recipe(name) for name in recipe_names()}
     durations = [recipe.desk.duration for recipe in loaded.values()]
     columns = [
         Column("recipe", cells=list(loaded)),

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import find_data
 from gpipe_cli.commands.next_commands import next_commands
-from gpipe_cli.commands.prepare import Prepared
+from gpipe_cli.commands.prepare import PreparedRun
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import BenchSettings, TrainConfig
-from gpipe_cli.errors import InputError, one_line
+from gpipe_cli.errors import InputError, error_text
 from gpipe_cli.planner.mfu import step_flops
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.run.console import LINE_SECONDS
@@ -30,20 +30,20 @@ Ending = Literal["completed", "failed", "interrupted"]
 
 
 def run_report(
-    prepared: Prepared,
+    prepared: PreparedRun,
     folder: Path,
     start: Start | None,
     bench: BenchSettings | None = None,
     restarts: tuple[Restart, ...] = (),
     *,
-    guided: bool = False,
+    show_next_commands: bool = False,
 ) -> Reporter:
     """The report of a training on the console, in TensorBoard and in result.json, from when the workers are ready."""
     config, plan, spec = prepared.config, prepared.plan, prepared.spec
 
     def describe(ready: events.TrainingReady) -> RunContext:
         commands = None
-        if guided and start is not None:
+        if show_next_commands and start is not None:
             typed = shlex.split(start.command)[2:]  # without `gpipe train`
             commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
         return RunContext(
@@ -110,7 +110,7 @@ class EvaluationReport(NoReport):
 Report = Reporter | NoReport
 
 
-def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
+def show_dry_run(prepared: PreparedRun, folder: Path, start: Start | None) -> None:
     """Show the banner and write result.json of a run that is not started; images are counted if they are here. Raises
     InputError for what the training would refuse."""
     config = prepared.config
@@ -119,7 +119,7 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
         try:
             split_indexes = find_data(replace(config, dataset=replace(config.dataset, download=False)))
         except InputError as error:
-            data = events.DataFacts(notes=(("not read", one_line(error)),))
+            data = events.DataFacts(notes=(("not read", error_text(error)),))
         else:
             batches = mini_batches(config, split_indexes.training, training=True)
             check_last_mini_batch(config, batches)

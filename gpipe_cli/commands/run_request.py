@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.settings import OF_INVOCATION, BenchSettings, TrainConfig, load, naming, target_of
+from gpipe_cli.config.settings import (
+    PER_INVOCATION,
+    BenchSettings,
+    TrainConfig,
+    format_target_setting,
+    load_run_config,
+    target_of,
+)
 from gpipe_cli.reporting.loggers.logger import check_installed
 from gpipe_cli.results.run import run_result_or_none
 
@@ -22,26 +29,28 @@ class RunRequest:
     def __post_init__(self) -> None:
         check_installed(self.config.logger)
 
-    def into(self, folder: Path) -> "RunRequest":
+    def in_folder(self, folder: Path) -> "RunRequest":
         """This request with `folder` as its run folder."""
         return replace(self, config=replace(self.config, run_folder=str(folder)))
 
-    def resuming(self, folder: Path) -> "RunRequest":
-        """A request to resume the run in `folder`, with the run's own settings except those in OF_INVOCATION. Raises
+    def to_resume(self, folder: Path) -> "RunRequest":
+        """A request to resume the run in `folder`, with the run's own settings except those in PER_INVOCATION. Raises
         InputError if they cannot be read."""
-        changed = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
-        return replace(self, config=replace(load_run(folder, target_of(self.config)), **changed), auto=()).into(folder)
+        changed = {key: getattr(self.config, key) for key in PER_INVOCATION} | {"resume": str(folder)}
+        return replace(self, config=replace(load_run(folder, target_of(self.config)), **changed), auto=()).in_folder(
+            folder
+        )
 
 
 def load_run(
     folder: Path,
     target: str | None = None,
-    add: Callable[[str], str] = naming,
+    add: Callable[[str], str] = format_target_setting,
     instead: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """`load` of the run in `folder`, with the absolute path of its data: a relative dataset.root is that of the working
     directory in which the run was started, unless there is nothing any more; then it is that of this command's."""
-    config = load(folder, target, add, instead)
+    config = load_run_config(folder, target, add, instead)
     result = run_result_or_none(folder)
     root, started_in = config.dataset.root, result.starts[-1].folder if result and result.starts else ""
     if root is None or not started_in or not os.path.exists(followed := os.path.join(started_in, root)):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import TRAINING_KEYS, compose, training
-from gpipe_cli.commands.folders import locked_folder
-from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.commands.command_line import parse_command_line
+from gpipe_cli.commands.command_runner import show_preparation
+from gpipe_cli.commands.compose_config import TRAINING_KEYS, compose, training_config
+from gpipe_cli.commands.folders import lock_folder
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     if not word or word.startswith("-") or "=" in word:
         raise InputError(f"FOLDER: give the folder of the site before anything else{word and f', and not {word}'}; "
                          "for example gpipe site public")  # fmt: skip
-    line = replace(read("site", settings, "a site has one plan"), command="train")
+    line = replace(parse_command_line("site", settings, "a site has one plan"), command="train")
     line.check_allowed(
         {
             **dict.fromkeys(("run_folder", "output"), "the site is written into FOLDER; leave it out"),
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str]) -> int:
             "presets": _NO_PRESETS,
         }
     )
-    tree = compose(line, TRAINING_KEYS)
-    if tree is None:
+    cfg = compose(line, TRAINING_KEYS)
+    if cfg is None:
         return 0
-    config, auto = training(tree, line.overrides)
-    with locked_folder(Path(word), word, new=False) as folder, preparing():
+    config, auto = training_config(cfg, line.overrides)
+    with lock_folder(Path(word), word, new=False) as folder, show_preparation():
         if config.cost != "figures":
             fork_server.start()  # the server imports torch in parallel with this process
         import_apart("gpipe_cli.commands.prepare")
@@ -77,11 +77,11 @@ def main(arguments: Sequence[str]) -> int:
         from gpipe_cli.reporting.site.site import FRONT, write_front
 
         for file in (folder / FRONT, folder / PAGE):
-            _check_ours(file)
+            _check_replaceable(file)
         if (folder / PAGE).exists() and not (folder / FRONT).exists():
             raise InputError(f"{folder / PAGE}: is the page of a run or a plan; give another folder")
         console = Console()
-        prepared = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
+        prepared = prepare(config, auto, partial(show_text, console), other_machine=not config.hardware.is_this_machine)
         title = f"{model_name(prepared.config.model)} on {prepared.config.dataset.name}"
         command = shlex.join(["gpipe", "plan", *settings])
         try:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_ours(file: Path) -> None:
+def _check_replaceable(file: Path) -> None:
     """Raises InputError for a page that no earlier `gpipe site` has written."""
     if not os.path.lexists(file):
         return

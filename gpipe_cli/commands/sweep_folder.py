@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpipe_cli.commands import folders
-from gpipe_cli.config.settings import CONFIG
-from gpipe_cli.errors import InputError, with_type
+from gpipe_cli.config.settings import CONFIG_FILE
+from gpipe_cli.errors import InputError, describe_error
 from gpipe_cli.reporting.run.lines import format_override
-from gpipe_cli.results.bench import BENCH, CSV
+from gpipe_cli.results.bench import BENCH_CSV_FILE, BENCH_FILE
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import run_result_or_none
 
-SWEEP = "sweep.json"
-PLACE = "hydra.sweep.dir="
+SWEEP_FILE = "sweep.json"
+SWEEP_DIR_SETTING = "hydra.sweep.dir="
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SweepFolder:
     @classmethod
     def read(cls, path: Path) -> "SweepFolder":
         """The sweep that lies in `path`. Raises InputError if it cannot be read."""
-        saved = read_result(path, SWEEP)
+        saved = read_result(path, SWEEP_FILE)
         try:
             sweep = cls(saved["command"], [str(argument) for argument in saved["arguments"]], path)
             attempts = [Attempt(**values) for values in saved["runs"]]
@@ -61,11 +61,11 @@ class SweepFolder:
                     raise TypeError(f"{folder} is no folder in it")
         except (KeyError, TypeError) as error:
             raise InputError(
-                f"{path / SWEEP}: cannot be read as a sweep ({with_type(error)}); begin it again"
+                f"{path / SWEEP_FILE}: cannot be read as a sweep ({describe_error(error)}); begin it again"
             ) from error
         return sweep
 
-    def choose(self, path: Path) -> Path:
+    def lock(self, path: Path) -> Path:
         """Lock and return the sweep's folder: `path`, or a numbered folder beside it if that exists and was not typed.
 
         Two processes resuming the same sweep would run everything twice, and remove each other's folders. A run whose
@@ -73,15 +73,15 @@ class SweepFolder:
         Raises InputError if a sweep, or a file that it would replace, lies at the typed path, if a process is at work
         there, or if the folder cannot be created.
         """
-        typed = any(argument.startswith(PLACE) for argument in self.arguments)
-        setting = format_override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
-        patience = folders.ENDING_SECONDS if self.resumes else 0.0
-        lock = folders.locked_folder(path, setting, new=not typed and not self.resumes, patience_seconds=patience)
+        typed = any(argument.startswith(SWEEP_DIR_SETTING) for argument in self.arguments)
+        setting = format_override("resume", str(path)) if self.resumes else f"{SWEEP_DIR_SETTING}{path}"
+        patience = folders.RUN_EXIT_TIMEOUT_SECONDS if self.resumes else 0.0
+        lock = folders.lock_folder(path, setting, new=not typed and not self.resumes, timeout_seconds=patience)
         folder = self._lock.enter_context(lock)
-        for name in (SWEEP, *((BENCH, CSV) if self.command == "bench" else ())):
+        for name in (SWEEP_FILE, *((BENCH_FILE, BENCH_CSV_FILE) if self.command == "bench" else ())):
             if typed and os.path.lexists(folder / name):
                 self.release()
-                what, go_on = ("a sweep", f"go on with it by resume={path} or ") if name == SWEEP else (name, "")
+                what, go_on = ("a sweep", f"go on with it by resume={path} or ") if name == SWEEP_FILE else (name, "")
                 raise InputError(f"{setting}: {what} lies there already; {go_on}choose another")
         self.path = folder
         return folder
@@ -91,9 +91,9 @@ class SweepFolder:
         assert self.path is not None
         self.attempts |= {(attempt.run, attempt.round): attempt for attempt in attempts}
         runs = [asdict(attempt) for _, attempt in sorted(self.attempts.items())]
-        write_result(self.path, {"command": self.command, "arguments": self.arguments, "runs": runs}, SWEEP)
+        write_result(self.path, {"command": self.command, "arguments": self.arguments, "runs": runs}, SWEEP_FILE)
 
-    def give_up(self, attempt: Attempt) -> None:
+    def discard(self, attempt: Attempt) -> None:
         """Remove the folder of an attempt that begins again in a new folder, unless there is a reason to keep it, such
         as a file that no run has written.
 
@@ -103,19 +103,19 @@ class SweepFolder:
         assert self.path is not None
         folder = self.path / attempt.folder
         # without a configuration it never became a run
-        if not attempt.folder or not (folder / CONFIG).is_file() or (folder / "checkpoints").exists():
+        if not attempt.folder or not (folder / CONFIG_FILE).is_file() or (folder / "checkpoints").exists():
             return
         result = run_result_or_none(folder)
-        if (result is None or result.status in ("running", "interrupted")) and folders.holds_run_only(folder):
+        if (result is None or result.status in ("running", "interrupted")) and folders.contains_only_run_files(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def left_out(folder: Path) -> list[str]:
+def excluded_runs(folder: Path) -> list[str]:
     """What a comparison leaves out of `folder`, a sweep or a folder of sweeps: a line for each run that failed before
     its first step and is only in sweep.json (more partitions than layers), and for each unreadable sweep.json."""
     lines: list[str] = []
-    for path in (folder, *sorted(file.parent for file in folder.glob(f"*/{SWEEP}"))):
-        if not (path / SWEEP).is_file():
+    for path in (folder, *sorted(file.parent for file in folder.glob(f"*/{SWEEP_FILE}"))):
+        if not (path / SWEEP_FILE).is_file():
             continue
         try:
             sweep = SweepFolder.read(path)
@@ -123,7 +123,7 @@ def left_out(folder: Path) -> list[str]:
             lines.append(str(error))
             continue
         for attempt in sweep.attempts.values():
-            if attempt.exit_code and not (path / attempt.folder / CONFIG).is_file():
+            if attempt.exit_code and not (path / attempt.folder / CONFIG_FILE).is_file():
                 why = attempt.error or f"exit code {attempt.exit_code}"
                 lines.append(f"{path}: {attempt.name} ended before its first step: {why}")
     return list(dict.fromkeys(lines))  # once for all rounds

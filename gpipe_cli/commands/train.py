@@ -6,21 +6,21 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands.command_line import parsed_settings
-from gpipe_cli.commands.composing import take_auto, training, with_given
+from gpipe_cli.commands.command_line import parse_settings
+from gpipe_cli.commands.compose_config import apply_overrides, substitute_auto, training_config
 from gpipe_cli.commands.run_request import RunRequest, load_run
-from gpipe_cli.commands.run_start import perform
-from gpipe_cli.commands.sweep import sweep_of
+from gpipe_cli.commands.run_start import start_run
+from gpipe_cli.commands.sweep import make_sweep
 from gpipe_cli.config.comments import GROUPS
-from gpipe_cli.config.groups import TARGET, choice_of
+from gpipe_cli.config.groups import TARGET, group_choice
 from gpipe_cli.config.settings import (
     AUTO_BATCH,
-    GO_ON,
-    OF_INVOCATION,
+    PER_INVOCATION,
+    RESUME_AUTO,
     TrainConfig,
     find_run,
+    format_target_setting,
     has_checkpoint,
-    naming,
     read_config,
 )
 from gpipe_cli.errors import InvalidSettingError
@@ -28,66 +28,68 @@ from gpipe_cli.reporting.tables.sweep import show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
-    sweep = sweep_of("train", arguments, requested)
+    sweep = make_sweep("train", arguments, make_request)
     line = sweep.line
     line.check_allowed({})
-    if line.overrides.get("resume") == GO_ON and line.options["multirun"]:
+    if line.overrides.get("resume") == RESUME_AUTO and line.options["multirun"]:
         raise InvalidSettingError(
-            "resume", GO_ON, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m"
+            "resume", RESUME_AUTO, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m"
         )
-    run = _to_go_on_with(line.overrides.get("resume"), line.overrides.get("run_folder"))
+    run = _find_run_to_resume(line.overrides.get("resume"), line.overrides.get("run_folder"))
     if run is not None and "resume" not in line.swept:
         folder = find_run("resume", run, str(line.overrides.get("output") or "outputs"))
-        saved = read_config(folder, _instead(line.overrides))
+        saved = read_config(folder, _resume_fallbacks(line.overrides))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
-        chosen = [f"{group}={choice_of(getattr(saved, group))}" for group in GROUPS if group not in line.overrides]
-        line = replace(line, typed=(*line.typed, *chosen), parsed=(*line.parsed, *parsed_settings(chosen)))
+        chosen = [f"{group}={group_choice(getattr(saved, group))}" for group in GROUPS if group not in line.overrides]
+        line = replace(line, typed=(*line.typed, *chosen), parsed=(*line.parsed, *parse_settings(chosen)))
 
     def show() -> None:
         show_sweep(sweep.runs)
         sweep.show_remaining()
 
-    tree = sweep.compose(line, show)
-    if tree is None:
+    cfg = sweep.compose(line, show)
+    if cfg is None:
         return 1 if any(run.failed for run in sweep.runs) or {run.refused for run in sweep.runs} == {True} else 0
-    return perform(requested(tree, line.overrides), "train", *arguments, guided=True)
+    return start_run(make_request(cfg, line.overrides), "train", *arguments, show_next_commands=True)
 
 
-def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
-    """The run that `tree` describes; `given`: the typed settings. Raises InputError for a wrong setting, or if there is
-    no run to resume."""
-    run = _to_go_on_with(OmegaConf.select(tree, "resume"), OmegaConf.select(tree, "run_folder"))
+def make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> RunRequest:
+    """The run that `cfg` describes; `overrides`: the typed settings. Raises InputError for a wrong setting, or if there
+    is no run to resume."""
+    run = _find_run_to_resume(OmegaConf.select(cfg, "resume"), OmegaConf.select(cfg, "run_folder"))
     if run is None:
-        return RunRequest(*training(tree, given))
-    model = "" if OmegaConf.select(tree, "model.name") == "custom" else "model=custom "
-    folder, target = find_run("resume", run, str(tree.output)), OmegaConf.select(tree, TARGET)
-    saved = load_run(folder, target, lambda saved: model + naming(saved), _instead(given))
-    begun = [key for key in ("init_from", "init_head") if key in given and tree.resume == GO_ON]
+        return RunRequest(*training_config(cfg, overrides))
+    model = "" if OmegaConf.select(cfg, "model.name") == "custom" else "model=custom "
+    folder, target = find_run("resume", run, str(cfg.output)), OmegaConf.select(cfg, TARGET)
+    saved = load_run(folder, target, lambda saved: model + format_target_setting(saved), _resume_fallbacks(overrides))
+    begun = [key for key in ("init_from", "init_head") if key in overrides and cfg.resume == RESUME_AUTO]
     for key in ("init_from", "init_head"):
-        if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):
+        if overrides.get(key) is not None and not (key in begun and overrides[key] == getattr(saved, key)):
             raise InvalidSettingError(
-                key, given[key], f"the run that is resumed has its weights already; leave {key} out"
+                key, overrides[key], f"the run that is resumed has its weights already; leave {key} out"
             )
-    auto = take_auto(tree)
+    auto = substitute_auto(cfg)
     kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # values chosen at the run's first start are kept
     auto = tuple(key for key in auto if key not in AUTO_BATCH)
-    return RunRequest(resumed(saved, tree, [key for key in given if key not in kept], auto), auto)
+    return RunRequest(resumed_config(saved, cfg, [key for key in overrides if key not in kept], auto), auto)
 
 
-def _instead(given: Mapping[str, object]) -> dict[str, object]:
+def _resume_fallbacks(overrides: Mapping[str, object]) -> dict[str, object]:
     """The typed settings, which replace those of the resumed run; another K replaces its balance, too."""
-    return ({"partition.balance": None} if "partitions" in given else {}) | dict(given)
+    return ({"partition.balance": None} if "partitions" in overrides else {}) | dict(overrides)
 
 
-def _to_go_on_with(resume: object, run_folder: object) -> str | None:
+def _find_run_to_resume(resume: object, run_folder: object) -> str | None:
     """The folder of the run to resume; None if a new run begins."""
-    if resume == GO_ON:
+    if resume == RESUME_AUTO:
         return str(run_folder) if run_folder is not None and has_checkpoint(Path(str(run_folder))) else None
     return resume if isinstance(resume, str) else None
 
 
-def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of the resumed run `saved`, with the keys and groups in `given` as in `tree`."""
+def resumed_config(
+    saved: TrainConfig, cfg: DictConfig, overrides: Sequence[str], auto: Sequence[str] = ()
+) -> TrainConfig:
+    """The configuration of the resumed run `saved`, with the keys and groups in `overrides` as in `cfg`."""
     values = {"partition.balance": None} if "partitions" in auto else {}  # the balance is for another K
-    values |= {key: OmegaConf.select(tree, key) for key in (*OF_INVOCATION, *given)}
-    return with_given(saved, values)
+    values |= {key: OmegaConf.select(cfg, key) for key in (*PER_INVOCATION, *overrides)}
+    return apply_overrides(saved, values)

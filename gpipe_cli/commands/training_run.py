@@ -12,10 +12,10 @@ from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import check_feasible, prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, instead_of, read_config
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, fallback_values, read_config, resume_or_restart
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, read_torchrun_env
-from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, InvalidSettingError, one_line
+from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, InvalidSettingError, error_text
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Reason, Task
 from gpipe_cli.launch.supervisor import run_task
@@ -51,12 +51,15 @@ from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
 
-def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guided: bool = False) -> int:
+def launch(
+    request: RunRequest, folder: Path, start: Start, *, may_exist: bool, show_next_commands: bool = False
+) -> int:
     """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
     130 interrupted).
 
-    result.json records `start`; `again`: `folder` may hold an earlier start of this run, to be resumed or complete
-    already; `guided`: as in `run_start.perform`. Raises InputError for what the user can fix before anything has run.
+    result.json records `start`; `may_exist`: `folder` may hold an earlier start of this run, to be resumed or complete
+    already; `show_next_commands`: as in `run_start.start_run`. Raises InputError for what the user can fix before
+    anything has run.
     """
     config = request.config
     if config.max_restarts and read_torchrun_env() is not None:
@@ -64,7 +67,7 @@ def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guid
         raise InvalidSettingError("max_restarts", config.max_restarts, why)
     restarts = tuple[Restart, ...]()
     while True:
-        may_be_complete = (again or restarts) and is_rank_zero() and not config.dry_run
+        may_be_complete = (may_exist or restarts) and is_rank_zero() and not config.dry_run
         if may_be_complete and (progress := progress_if_complete(request.config, folder)) is not None:
             find_source(request.config)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
@@ -74,12 +77,12 @@ def launch(request: RunRequest, folder: Path, start: Start, *, again: bool, guid
             show_text(Console(), f"{folder}: {done}")
             return 0
         try:
-            return _train(request, folder, start, again, guided, restarts)
-        except _LostError as error:
+            return _train(request, folder, start, may_exist, show_next_commands, restarts)
+        except _ProcessLostError as error:
             lost = error
         fork_server.kill()  # whatever state it is in
         assert lost.config is not None
-        current, change = _with_gpus_left(going_on(lost.config, folder))
+        current, change = _shrink_to_remaining_gpus(resume_or_restart(lost.config, folder))
         request = replace(request, config=current, auto=())
         step = step_of(list_checkpoints(folder)[-1]) if current.resume == str(folder) else 0
         restarts = (*restarts, Restart(lost.why, step, current.partitions))
@@ -91,9 +94,9 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     """Evaluate a checkpoint of a run; `config`: its settings, with the given ones in their place. Returns the exit code
     and raises InputError, as `launch`."""
     folder = Path(settings.run)
-    training = for_evaluation(config)
+    training = evaluation_config(config)
     spec = make_pipeline_spec(training, started=read_torchrun_env())
-    source = partial(fitting_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
+    source = partial(find_compatible_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
     with limit_waits(training.timeout_seconds):
         decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
@@ -102,7 +105,7 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     return run_and_report(task, spec, training.timeout_seconds, show, folder, decision.start)
 
 
-def for_evaluation(config: TrainConfig) -> TrainConfig:
+def evaluation_config(config: TrainConfig) -> TrainConfig:
     """The settings for an evaluation of a run: nothing is kept for a backward, so what was planned for the memory of
     the training does not matter."""
     hardware = replace(config.hardware, memory_gib=None)
@@ -110,7 +113,7 @@ def for_evaluation(config: TrainConfig) -> TrainConfig:
 
 
 @dataclass
-class _LostError(Exception):
+class _ProcessLostError(Exception):
     """A process was lost; the run may be started again."""
 
     why: str  # a single line
@@ -118,7 +121,12 @@ class _LostError(Exception):
 
 
 def _train(
-    request: RunRequest, folder: Path, start: Start, again: bool, guided: bool, restarts: tuple[Restart, ...]
+    request: RunRequest,
+    folder: Path,
+    start: Start,
+    may_exist: bool,
+    show_next_commands: bool,
+    restarts: tuple[Restart, ...],
 ) -> int:
     """Run a single start of a training, from `prepare` to its end."""
     config, auto = request.config, request.auto
@@ -143,7 +151,7 @@ def _train(
     if decision.complete:
         return 0
     if (
-        again
+        may_exist
         and not is_rank_zero()
         and config.run_folder is not None
         and (config.resume, decision.resume).count(None) == 1
@@ -151,19 +159,23 @@ def _train(
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
         raise InvalidSettingError("run_folder", config.run_folder, why)
     task = partial(train, training, spec, decision, only_steps=not is_run)
-    show = run_report(prepared, folder, start, request.bench, restarts, guided=guided) if is_rank_zero() else NoReport()
-    goes_on = is_run and len(restarts) < config.max_restarts
+    show = (
+        run_report(prepared, folder, start, request.bench, restarts, show_next_commands=show_next_commands)
+        if is_rank_zero()
+        else NoReport()
+    )
+    resumable = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
-            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=goes_on
+            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, resumable=resumable
         )
-    except _LostError as lost:
+    except _ProcessLostError as lost:
         show.break_off()
         lost.config = training
         raise
 
 
-def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
+def _shrink_to_remaining_gpus(config: TrainConfig) -> tuple[TrainConfig, str]:
     """The configuration with as many partitions per GPU as before on the GPUs left, if these are fewer than it used,
     and a phrase about the change."""
     before = number_of_gpus(config)
@@ -189,9 +201,9 @@ def find_source(config: TrainConfig) -> Path | None:
     """The checkpoint that a training resumes from, or takes weights from; None if it begins anew. Raises InputError,
     in a single line, if it does not fit the run."""
     if config.resume is not None:
-        saved = read_config(Path(config.resume), instead_of(config))
+        saved = read_config(Path(config.resume), fallback_values(config))
         check_optimizer_state(config, saved)
-        checkpoint = fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
+        checkpoint = find_compatible_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told
         initial_progress(config, checkpoint)  # refuses other mini-batches, before layers are timed
         if (best := missing_best_checkpoint(checkpoint)) is not None:
@@ -200,7 +212,7 @@ def find_source(config: TrainConfig) -> Path | None:
     return None if config.init_from is None else find_weights(config, show_error)
 
 
-def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
+def find_compatible_checkpoint(config: TrainConfig, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
     """The checkpoint `which` ("last" or "best") of a run; if it is damaged, the newest intact checkpoint, with a
     warning on stderr. Raises InputError, in a single line, if there is none, or it is another model's."""
     model = build_model(config)
@@ -223,11 +235,11 @@ def run_and_report(
     start: str = "",
     *,
     stoppable: bool = False,
-    goes_on: bool = False,
+    resumable: bool = False,
 ) -> int:
     """Have the workers do `task`, and `show` what they report and how it ended; returns the exit code. The traceback of
     a failure goes into `folder`. Raises InputError for what the user can fix before anything was shown and, if the run
-    `goes_on` after the loss of a process, _LostError for that."""
+    `resumable` after the loss of a process, _ProcessLostError for that."""
     stopped = False
 
     def on_message(message: object) -> None:
@@ -253,13 +265,13 @@ def run_and_report(
             if gone is not None and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(gone) from error
             raise
-        show.finish("failed", gone or one_line(error))
+        show.finish("failed", gone or error_text(error))
         return FAILED
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)
         return STOPPED if stopped else 0
-    if goes_on and failure.reason in (Reason.LOST, Reason.ABORTED, Reason.PEER):
-        raise _LostError(failure.text)
+    if resumable and failure.reason in (Reason.LOST, Reason.ABORTED, Reason.PEER):
+        raise _ProcessLostError(failure.text)
     if failure.reason is Reason.USER and not show.started:
         raise failure.refused or InputError(failure.text)
     text = failure.text

@@ -7,10 +7,10 @@ from importlib import resources
 from itertools import takewhile
 from pathlib import Path
 
-FOLDER = Path(str(resources.files("gpipe_cli.conf")))
+CONF_DIR = Path(str(resources.files("gpipe_cli.conf")))
 GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
 _SETTING = re.compile(r"( *)([a-z]\w*):(?: +([^#]*[^# ]))? *(?:# (.*))?")
-_GOES_ON = re.compile(r" {20,}# ?(.*)")  # continues the comment of the setting above
+_CONTINUATION = re.compile(r" {20,}# ?(.*)")  # continues the comment of the setting above
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Comment:
     place: str  # the file: `train`, `model=amoebanet`
 
 
-def of_choices(group: str) -> dict[str, str]:
+def choice_descriptions(group: str) -> dict[str, str]:
     """Name of each choice of a group -> its description: the comment that its file begins with."""
-    return {file.stem: _head(file) for file in sorted((FOLDER / group).glob("*.yaml"))}
+    return {file.stem: _first_comment(file) for file in sorted((CONF_DIR / group).glob("*.yaml"))}
 
 
 def all_settings() -> list[Comment]:
     """Every setting of every command and every choice, in the order in which the files explain them."""
     comments: list[Comment] = []
-    for file in sorted(FOLDER.glob("*.yaml"), key=lambda file: (file.stem != "train", file)):
+    for file in sorted(CONF_DIR.glob("*.yaml"), key=lambda file: (file.stem != "train", file)):
         comments += _settings(file, file.stem)
     for group in GROUPS:
-        for file in sorted((FOLDER / group).glob("*.yaml")):
+        for file in sorted((CONF_DIR / group).glob("*.yaml")):
             for comment in _settings(file, f"{group}={file.stem}"):
                 if "# @package _global_" not in file.read_text(encoding="utf-8"):
                     comments.append(replace(comment, key=f"{group}.{comment.key}"))
@@ -43,7 +43,7 @@ def all_settings() -> list[Comment]:
     return [comment for comment in comments if comment.key.rpartition(".")[2] != "name"]
 
 
-def _head(file: Path) -> str:
+def _first_comment(file: Path) -> str:
     lines = (line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("# @"))
     return " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("# "), lines))
 
@@ -51,16 +51,16 @@ def _head(file: Path) -> str:
 def _settings(file: Path, place: str) -> Iterator[Comment]:
     """The settings in a file up to Hydra's own."""
     groups: list[tuple[int, str]] = []  # indentation and name of the groups around the line
-    waiting: Comment | None = None
+    current: Comment | None = None
     for line in file.read_text(encoding="utf-8").splitlines():
         if line == "hydra:":
             break
-        if waiting is not None and (more := _GOES_ON.fullmatch(line)):
-            waiting = replace(waiting, text=f"{waiting.text} {more[1]}".strip())
+        if current is not None and (more := _CONTINUATION.fullmatch(line)):
+            current = replace(current, text=f"{current.text} {more[1]}".strip())
             continue
-        if waiting is not None:
-            yield waiting
-            waiting = None
+        if current is not None:
+            yield current
+            current = None
         if (setting := _SETTING.fullmatch(line)) is None or setting[2] == "defaults":
             continue
         indent = len(setting[1])
@@ -69,6 +69,6 @@ def _settings(file: Path, place: str) -> Iterator[Comment]:
             groups.append((indent, setting[2]))
         else:
             key = ".".join([*(name for _, name in groups), setting[2]])
-            waiting = Comment(key, setting[3], setting[4] or "", place)
-    if waiting is not None:
-        yield waiting
+            current = Comment(key, setting[3], setting[4] or "", place)
+    if current is not None:
+        yield current

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
-# Name of a setting in other programs, in any group -> ours, where they are too different for `nearest`.
-ELSEWHERE = dict.fromkeys(("lr", "learning_rate"), "learning_rate=constant learning_rate.peak")
+# Name of a setting in other programs, in any group -> ours, where they are too different for `suggest_nearest`.
+ALIASES = dict.fromkeys(("lr", "learning_rate"), "learning_rate=constant learning_rate.peak")
 # Pattern of SETTING=VALUE in other programs -> how it is written here, {} standing for the value.
-_VALUES_ELSEWHERE = {
+_VALUE_ALIASES = {
     **dict.fromkeys(("precision=bf16*", "precision=*16*", "precision=half"), "precision=bfloat16"),
     "precision=fp32": "precision=float32",
     **dict.fromkeys(("recompute=true", "recompute=yes", "recompute=full"), "recompute=always"),
@@ -24,14 +24,14 @@ _VALUES_ELSEWHERE = {
 }
 
 
-def written_here(key: str, value: object) -> str:
+def resolve_alias(key: str, value: object) -> str:
     """How a value that other programs have is written here; "" for any other."""
-    written = (ours for theirs, ours in _VALUES_ELSEWHERE.items() if fnmatchcase(f"{key}={value}", theirs))
+    written = (ours for theirs, ours in _VALUE_ALIASES.items() if fnmatchcase(f"{key}={value}", theirs))
     return next(written, "").format(value)
 
 
-def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
-    """`; did you mean model.filters?` for `filters`; "" if no choice is more similar than `least` (1: equal)."""
+def suggest_nearest(key: str, choices: Sequence[str], minimum: float = 0.68) -> str:
+    """`; did you mean model.filters?` for `filters`; "" if no choice is more similar than `minimum` (1: equal)."""
     typed_last = key.rpartition(".")[2]
 
     def likeness(choice: str) -> float:
@@ -44,4 +44,4 @@ def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
         return max(ratios) - 0.001 * choice.count(".")
 
     best = max(choices, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > least else ""
+    return f"; did you mean {best}?" if likeness(best) > minimum else ""

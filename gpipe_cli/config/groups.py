@@ -11,15 +11,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, Share, Within
+from gpipe_cli.config.schema import MIN_FLOAT, Count, Fraction, NotNegative, Positive, Range
 from gpipe_cli.errors import InvalidSettingError
 
 # --- model
 
-Layers = Annotated[int, Within(1, 10_000)]
-Channels = Annotated[int, Within(1, 1_000_000)]
-Heads = Annotated[int, Within(1, 10_000)]
-Tokens = Annotated[int, Within(2, 1_000_000)]  # tokens in a sequence
+Layers = Annotated[int, Range(1, 10_000)]
+Channels = Annotated[int, Range(1, 1_000_000)]
+Heads = Annotated[int, Range(1, 10_000)]
+Tokens = Annotated[int, Range(2, 1_000_000)]  # tokens in a sequence
 TARGET = "model.target"  # the only setting that names code
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -28,14 +28,14 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 class AmoebaNetConfig:
     name: Literal["amoebanet"]
     variant: Literal["b", "d"]
-    normal_cells: Annotated[int, Within(3, 1000)]
-    filters: Annotated[int, Within(1, 65_536)]
+    normal_cells: Annotated[int, Range(3, 1000)]
+    filters: Annotated[int, Range(1, 65_536)]
     auxiliary_head: bool
     auxiliary_weight: NotNegative
-    dropout: Share
-    drop_path: Share
+    dropout: Fraction
+    drop_path: Fraction
     batch_norm_epsilon: Positive
-    batch_norm_momentum: Annotated[float, Within(SMALLEST, 1)]
+    batch_norm_momentum: Annotated[float, Range(MIN_FLOAT, 1)]
     stem: Literal["auto", "imagenet", "small"]
 
 
@@ -43,8 +43,8 @@ class AmoebaNetConfig:
 class ResNetConfig:
     name: Literal["resnet"]
     depth: Literal[18, 34, 50, 101, 152]
-    dropout: Share
-    drop_path: Share
+    dropout: Fraction
+    drop_path: Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class UNetConfig:
     """U-Net (B, C) of torchgpipe's benchmarks."""
 
     name: Literal["unet"]
-    depth: Annotated[int, Within(1, 10)]
-    num_convs: Annotated[int, Within(1, 1000)]  # B
-    base_channels: Annotated[int, Within(2, 65_536)]  # C
-    dropout: Share
+    depth: Annotated[int, Range(1, 10)]
+    num_convs: Annotated[int, Range(1, 1000)]  # B
+    base_channels: Annotated[int, Range(2, 65_536)]  # C
+    dropout: Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,16 @@ class TimmConfig:
     name: str
     pretrained: bool
     weights: str | None
-    dropout: Share
-    drop_path: Share
+    dropout: Fraction
+    drop_path: Fraction
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021), which are trained in place of the weights of a model."""
 
-    rank: Annotated[int, Within(1, 100_000)]
-    alpha: Annotated[int, Within(1, 1_000_000)] = 16  # adapters are multiplied by alpha / rank
+    rank: Annotated[int, Range(1, 100_000)]
+    alpha: Annotated[int, Range(1, 1_000_000)] = 16  # adapters are multiplied by alpha / rank
     target_modules: tuple[str, ...] | None = None  # names of the linear modules that get adapters; None: peft's choice
 
 
@@ -115,8 +115,8 @@ class TransformerLMConfig:
     hidden: Channels
     heads: Heads
     length: Tokens
-    dropout: Share
-    attention_dropout: Share
+    dropout: Fraction
+    attention_dropout: Fraction
     tie_embeddings: bool = False  # also in runs of earlier versions, which had no such setting
 
 
@@ -129,10 +129,10 @@ class TransformerNMTConfig:
     hidden: Channels
     heads: Heads
     width: Channels
-    head_width: Annotated[int, Within(1, 10_000)]
+    head_width: Annotated[int, Range(1, 10_000)]
     length: Tokens
-    dropout: Share
-    attention_dropout: Share
+    dropout: Fraction
+    attention_dropout: Fraction
     depth_scaled: bool
     logit_clip: NotNegative
     shared_embedding: bool
@@ -183,7 +183,7 @@ def _width(width: int, paper_width: int) -> str:
     return "" if width == paper_width else f" of width {width}"
 
 
-def choice_of(config: Any) -> str:
+def group_choice(config: Any) -> str:
     """The choice, a file name in `conf/GROUP/` without its suffix, that a group's settings came from."""
     match config:
         case TimmConfig():
@@ -195,14 +195,14 @@ def choice_of(config: Any) -> str:
 
 # --- dataset
 
-Pixels = Annotated[int, Within(0, 16_384)]
-Samples = Annotated[int, Within(1, 100_000_000)]
-Vocabulary = Annotated[int, Within(5, 10_000_000)]
-_Area = Annotated[float, Within(SMALLEST, 1)]
-HeldOut = Annotated[float, Within(SMALLEST, 1, below=True, use=0.1)]  # a share of a set
+Pixels = Annotated[int, Range(0, 16_384)]
+Samples = Annotated[int, Range(1, 100_000_000)]
+Vocabulary = Annotated[int, Range(5, 10_000_000)]
+_Area = Annotated[float, Range(MIN_FLOAT, 1)]
+HeldOut = Annotated[float, Range(MIN_FLOAT, 1, exclusive_max=True, suggest=0.1)]  # a share of a set
 Validation = HeldOut | Literal["val"] | None  # a share of the training set, or the data's own validation set
-_Mean = Annotated[float, Within(0, 1, use=0.5, why="as pixels count from 0 to 1")]
-_Deviation = Annotated[float, Within(SMALLEST, 1, use=0.5, why="as pixels count from 0 to 1")]
+_Mean = Annotated[float, Range(0, 1, suggest=0.5, why="as pixels count from 0 to 1")]
+_Deviation = Annotated[float, Range(MIN_FLOAT, 1, suggest=0.5, why="as pixels count from 0 to 1")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class AugmentationConfig:
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageDatasetOptions:
     """Which optional settings an image data set has. A set that `data/images.py` does not know by name is read by
     `read(dataset, seed)` in `data/NAME.py`, which returns the training and the test `Samples`."""
 
@@ -233,8 +233,8 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """As `Images`, for text; `read(dataset)` returns the training and the test documents, or `Pairs`."""
+class TextDatasetOptions:
+    """As `ImageDatasetOptions`, for text; `read(dataset)` returns the training and the test documents, or `Pairs`."""
 
     pairs: bool = False  # documents are pairs of sentences, for translation
     folders: bool = False  # the splits are folders or files, and there may be another, the validation set
@@ -248,36 +248,36 @@ class Texts:
         return not (self.pairs or self.synthetic)
 
 
-IMAGES = {
-    "digits": Images(root=False),
-    "cifar10": Images(download=True),
-    "cifar100": Images(download=True),
-    "image_folder": Images(folders=True),
-    "synthetic_images": Images(root=False, synthetic=True),
-    "imagenet": Images(partial=True),
-    "stanford_cars": Images(partial=True),
-    "oxford_pets": Images(download=True, partial=True),
-    "food101": Images(download=True, partial=True),
-    "fgvc_aircraft": Images(download=True, partial=True),
-    "birdsnap": Images(partial=True),
-    "synthetic_masks": Images(root=False, synthetic=True, masks=True),
-    "image_masks": Images(masks=True, folders=True),
+IMAGE_DATASETS = {
+    "digits": ImageDatasetOptions(root=False),
+    "cifar10": ImageDatasetOptions(download=True),
+    "cifar100": ImageDatasetOptions(download=True),
+    "image_folder": ImageDatasetOptions(folders=True),
+    "synthetic_images": ImageDatasetOptions(root=False, synthetic=True),
+    "imagenet": ImageDatasetOptions(partial=True),
+    "stanford_cars": ImageDatasetOptions(partial=True),
+    "oxford_pets": ImageDatasetOptions(download=True, partial=True),
+    "food101": ImageDatasetOptions(download=True, partial=True),
+    "fgvc_aircraft": ImageDatasetOptions(download=True, partial=True),
+    "birdsnap": ImageDatasetOptions(partial=True),
+    "synthetic_masks": ImageDatasetOptions(root=False, synthetic=True, masks=True),
+    "image_masks": ImageDatasetOptions(masks=True, folders=True),
 }
-TEXTS = {
-    "python_docs": Texts(),
-    "text_files": Texts(root=True, folders=True),
-    "cldr": Texts(pairs=True, direction=True),
-    "parallel_text": Texts(pairs=True, root=True, folders=True),
-    "synthetic_text": Texts(synthetic=True),
+TEXT_DATASETS = {
+    "python_docs": TextDatasetOptions(),
+    "text_files": TextDatasetOptions(root=True, folders=True),
+    "cldr": TextDatasetOptions(pairs=True, direction=True),
+    "parallel_text": TextDatasetOptions(pairs=True, root=True, folders=True),
+    "synthetic_text": TextDatasetOptions(synthetic=True),
 }
 if TYPE_CHECKING:
     ImagesName = str
     TextName = str
 else:
-    ImagesName, TextName = Literal[tuple(IMAGES)], Literal[tuple(TEXTS)]
+    ImagesName, TextName = Literal[tuple(IMAGE_DATASETS)], Literal[tuple(TEXT_DATASETS)]
 
 
-SCALING = ("mean", "std", "interpolation")  # settings of images that weights were trained with, and keep
+PREPROCESSING_KEYS = ("mean", "std", "interpolation")  # settings of images that weights were trained with, and keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +285,8 @@ class ImagesConfig:
     """An image data set. Fields with a default are settings that only some sets have; a set's YAML says which."""
 
     name: ImagesName
-    image_size: Annotated[int, Within(8, 16_384)]  # pixels of each side
-    num_classes: Annotated[int, Within(2, 10_000_000)]
+    image_size: Annotated[int, Range(8, 16_384)]  # pixels of each side
+    num_classes: Annotated[int, Range(2, 10_000_000)]
     augmentation: AugmentationConfig | None = None
     root: str | None = None
     download: bool = False
@@ -303,7 +303,7 @@ class ImagesConfig:
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
 
     def __post_init__(self) -> None:
-        has = IMAGES[self.name]
+        has = IMAGE_DATASETS[self.name]
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
         needed["augmentation"] = not has.masks
         optional = {"download": has.download, "partial": has.partial, "classes": not has.masks}
@@ -323,7 +323,7 @@ class ImagesConfig:
     @property
     def masks(self) -> bool:
         """Whether a target is a mask, the class of every pixel, and not the class of an image."""
-        return IMAGES[self.name].masks
+        return IMAGE_DATASETS[self.name].masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ class TextConfig:
     cache: str | None = None
     root: str | None = None
     direction: Literal["to_english", "from_english", "both"] | None = None
-    temperature: Annotated[float, Within(1, 1000)] | None = None
+    temperature: Annotated[float, Range(1, 1000)] | None = None
     drop_long: bool = False
     train_samples: Samples | None = None
     test_samples: Samples | None = None
@@ -344,7 +344,7 @@ class TextConfig:
     drop_last: bool = False  # leave out an epoch's last, smaller mini-batch
 
     def __post_init__(self) -> None:
-        has = TEXTS[self.name]
+        has = TEXT_DATASETS[self.name]
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
         needed |= {"temperature": has.pairs, "direction": has.direction}
         _check_settings(self, needed, {"drop_long": has.pairs, "tokenizer": has.tokenizer})
@@ -367,7 +367,7 @@ def _check_validation(config: DatasetConfig, *, folders: bool) -> None:
 
 def has_pairs(dataset: DatasetConfig) -> bool:
     """Whether a data set always has sentence pairs; synthetic_text has them only for a translation model."""
-    return isinstance(dataset, TextConfig) and TEXTS[dataset.name].pairs
+    return isinstance(dataset, TextConfig) and TEXT_DATASETS[dataset.name].pairs
 
 
 def _check_settings(config: DatasetConfig, needed: dict[str, bool], optional: dict[str, bool]) -> None:
@@ -387,14 +387,14 @@ def _check_settings(config: DatasetConfig, needed: dict[str, bool], optional: di
 
 # --- learning_rate and optimizer
 
-Epochs = Annotated[float, Within(0, 10**9)]
+Epochs = Annotated[float, Range(0, 10**9)]
 
 
 @dataclass(frozen=True, slots=True)
 class RMSPropConfig:
     name: Literal["rmsprop"]
-    decay: Share
-    momentum: Share
+    decay: Fraction
+    momentum: Fraction
     epsilon: Positive
     weight_decay: NotNegative
 
@@ -402,7 +402,7 @@ class RMSPropConfig:
 @dataclass(frozen=True, slots=True)
 class SGDConfig:
     name: Literal["sgd"]
-    momentum: Share
+    momentum: Fraction
     nesterov: bool
     weight_decay: NotNegative
 
@@ -414,8 +414,8 @@ class SGDConfig:
 @dataclass(frozen=True, slots=True)
 class AdamConfig:
     name: Literal["adam"]
-    beta1: Share
-    beta2: Share
+    beta1: Fraction
+    beta2: Fraction
     epsilon: Positive
     weight_decay: NotNegative
     decoupled: bool
@@ -424,7 +424,7 @@ class AdamConfig:
 @dataclass(frozen=True, slots=True)
 class AdafactorConfig:
     name: Literal["adafactor"]
-    beta2_decay: Annotated[float, Within(-1, 0, below=True, use=-0.8)]
+    beta2_decay: Annotated[float, Range(-1, 0, exclusive_max=True, suggest=-0.8)]
     clipping: Positive
     weight_decay: NotNegative
 
@@ -433,8 +433,8 @@ class AdafactorConfig:
 class PaperLearningRateConfig:
     name: Literal["paper"]
     per_sample: Positive  # times batch_size: the initial learning rate
-    decay: Annotated[float, Within(SMALLEST, 1)]
-    every_epochs: Annotated[float, Within(SMALLEST, 10**9, use=3)]
+    decay: Annotated[float, Range(MIN_FLOAT, 1)]
+    every_epochs: Annotated[float, Range(MIN_FLOAT, 10**9, suggest=3)]
     warmup_epochs: Epochs
 
 
@@ -450,7 +450,7 @@ class CosineLearningRateConfig:
     name: Literal["cosine"]
     peak: Positive
     warmup_epochs: Epochs
-    final_share: Share
+    final_share: Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +490,7 @@ class HardwareConfig:
     link_microseconds: NotNegative | None  # latency: until the first byte has arrived
 
     @property
-    def here(self) -> bool:
+    def is_this_machine(self) -> bool:
         """Whether the figures are those of this machine's devices."""
         return self.name == "auto"
 

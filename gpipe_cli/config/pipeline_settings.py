@@ -7,7 +7,7 @@ from enum import Flag, auto
 from typing import Annotated, Literal
 
 from gpipe_cli.config import groups
-from gpipe_cli.config.typed import Within
+from gpipe_cli.config.schema import Range
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.schedule import named_schedules
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SCHEDULES_THAT_SPLIT
@@ -15,16 +15,16 @@ from gpipe_cli.schedule.placement import PLACEMENTS
 from gpipe_cli.schedule.schedule import RecomputeMode
 
 Executor = Literal["auto", "in_process", "distributed"]
-Graphs = Literal["auto", True, False]
-Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
-MicroBatches = Annotated[int, Within(1, 100_000)]
-Replicas = Annotated[int, Within(1, 10_000, why="as no cluster has more machines")]
+CudaGraphs = Literal["auto", True, False]
+Partitions = Annotated[int, Range(1, 10_000, why="as no model has more layers")]
+MicroBatches = Annotated[int, Range(1, 100_000)]
+Replicas = Annotated[int, Range(1, 10_000, why="as no cluster has more machines")]
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
 
 
-class Decides(Flag):
-    """What depends on a setting. Each field of `TrainConfig` says so in its metadata; see `deciding`."""
+class Affects(Flag):
+    """What depends on a setting. Each field of `TrainConfig` says so in its metadata; see `settings_affecting`."""
 
     LAYERS = auto()  # the layers that are traced: their shapes, operations and bytes
     SECONDS = auto()  # how long layers of given shapes take
@@ -34,15 +34,15 @@ class Decides(Flag):
     COMPARED = auto()  # what two runs may differ in; others say where a run is written, and how it goes on
 
 
-PLACE = {"decides": Decides(0)}
-INVOCATION = {"decides": Decides.SCALE | Decides.COMPARED}
-WRITING = {"decides": Decides.RUN | Decides.COMPARED}
-COURSE = {"decides": Decides.SCALE | Decides.RUN | Decides.COMPARED}
-MACHINE = {"decides": Decides.STEP | Decides.RUN | Decides.COMPARED}
-KERNELS = {"decides": MACHINE["decides"] | Decides.LAYERS}
-STEP = {"decides": MACHINE["decides"] | Decides.SCALE}
-LAYERS = {"decides": STEP["decides"] | Decides.LAYERS}
-SECONDS = {"decides": LAYERS["decides"] | Decides.SECONDS}
+SWEEP_DIR_SETTING = {"affects": Affects(0)}
+INVOCATION = {"affects": Affects.SCALE | Affects.COMPARED}
+WRITING = {"affects": Affects.RUN | Affects.COMPARED}
+COURSE = {"affects": Affects.SCALE | Affects.RUN | Affects.COMPARED}
+MACHINE = {"affects": Affects.STEP | Affects.RUN | Affects.COMPARED}
+KERNELS = {"affects": MACHINE["affects"] | Affects.LAYERS}
+STEP = {"affects": MACHINE["affects"] | Affects.SCALE}
+LAYERS = {"affects": STEP["affects"] | Affects.LAYERS}
+SECONDS = {"affects": LAYERS["affects"] | Affects.SECONDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +60,10 @@ class PipelineSettings:
     executor: Executor = field(metadata=MACHINE)
     stages_per_process: Partitions | None = field(default=None, metadata=STEP)
     placement: str | None = field(default=None, metadata=STEP)  # a name, or a file; None: what suits the schedule
-    seed: Annotated[int, Within(0, 2**32 - 1)] = field(metadata=MACHINE)
+    seed: Annotated[int, Range(0, 2**32 - 1)] = field(metadata=MACHINE)
     precision: groups.Precision = field(default="float32", metadata=SECONDS)
     compile: bool = field(default=False, metadata=LAYERS)
-    graphs: Graphs = field(default="auto", metadata=MACHINE)
+    graphs: CudaGraphs = field(default="auto", metadata=MACHINE)
 
     def __post_init__(self) -> None:
         self._check_schedule()

@@ -25,16 +25,23 @@ from gpipe_cli.config.pipeline_settings import (
     KERNELS,
     LAYERS,
     MACHINE,
-    PLACE,
     SECONDS,
     STEP,
+    SWEEP_DIR_SETTING,
     WRITING,
-    Decides,
+    Affects,
     Partitions,
     PipelineSettings,
 )
-from gpipe_cli.config.typed import Count, NotNegative, Share, Within, quoted, typed
-from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, one_line, show, with_type
+from gpipe_cli.config.schema import Count, Fraction, NotNegative, Range, parse_config, quote
+from gpipe_cli.errors import (
+    InputError,
+    InvalidSettingError,
+    InvalidValueError,
+    describe_error,
+    error_text,
+    format_value,
+)
 from gpipe_cli.system.files import folders_in, read_text
 from gpipe_cli.system.gpus import devices_here
 from gpipe_cli.units import plural
@@ -44,9 +51,9 @@ T = TypeVar("T")
 _MAX_YAML_BYTES = 2**20  # a hundred times a run's own file; PyYAML takes seconds to parse this much
 _MAX_ALIASES = 20  # in a configuration file; each alias can double or triple the expanded text
 _LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # also as 0x... or 1:30:00; a float has up to 309 digits
-CONFIG = "config.yaml"  # a folder that holds this file is a run folder
-GO_ON = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
-TAKEN = "taken"  # freeze=[taken]: all but the classifier, even if the classifier's weights are loaded too
+CONFIG_FILE = "config.yaml"  # a folder that holds this file is a run folder
+RESUME_AUTO = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
+BACKBONE = "taken"  # freeze=[taken]: all but the classifier, even if the classifier's weights are loaded too
 
 Task = Literal["classification", "segmentation", "language_model", "translation"]
 TEXT_TASKS: tuple[Task, ...] = ("language_model", "translation")
@@ -58,11 +65,11 @@ SplitName = Literal["training", "test", "validation"]
 Device = Literal["auto", "cpu", "cuda"]
 Logger = Literal["tensorboard", "mlflow", "wandb", "csv"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
-BatchSize = Annotated[int, Within(1, 10_000_000)]
-Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
-DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
-MaxRestarts = Annotated[int, Within(0, 1000)]
-TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
+BatchSize = Annotated[int, Range(1, 10_000_000)]
+Threads = Annotated[int, Range(1, 1024, why="as no machine has more cores")]
+DataWorkers = Annotated[int, Range(0, 64, suggest=8, why="as each is a process")]
+MaxRestarts = Annotated[int, Range(0, 1000)]
+TimeoutSeconds = Annotated[float, Range(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto`: the value predicted to be fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
 MAX_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
@@ -83,14 +90,14 @@ class PartitionConfig:
                 "partition.costs", self.costs, "at least one must be above 0; use null for our own"
             )
 
-    def by_hand(self, balance: tuple[int, ...]) -> "PartitionConfig":
+    def with_balance(self, balance: tuple[int, ...]) -> "PartitionConfig":
         return replace(self, balance=balance, method="exact")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    every_epochs: Annotated[int, Within(0, 10**9)]
-    every_steps: Annotated[int, Within(0, 10**9)]
+    every_epochs: Annotated[int, Range(0, 10**9)]
+    every_steps: Annotated[int, Range(0, 10**9)]
     keep: Count
 
 
@@ -115,8 +122,8 @@ class TrainConfig(PipelineSettings):
     epochs: Count = field(metadata=COURSE)
     max_steps: Count | None = field(metadata=INVOCATION)
     gradient_clipping: NotNegative = field(metadata=STEP)  # 0: off
-    label_smoothing: Share = field(metadata=SECONDS)
-    ema_decay: Share = field(metadata=SECONDS)  # 0: off
+    label_smoothing: Fraction = field(metadata=SECONDS)
+    ema_decay: Fraction = field(metadata=SECONDS)  # 0: off
     init_from: str | None = field(metadata=LAYERS)
     init_head: Literal["auto", "keep", "new"] = field(metadata=LAYERS)
     freeze: tuple[str, ...] | None = field(metadata=SECONDS)  # shell patterns; checked later against the model
@@ -128,11 +135,11 @@ class TrainConfig(PipelineSettings):
     threads: Threads | None = field(metadata=MACHINE)
     data_workers: DataWorkers | None = field(metadata=MACHINE)
     timeout_seconds: TimeoutSeconds = field(metadata=MACHINE)
-    output: str = field(metadata=PLACE)
+    output: str = field(metadata=SWEEP_DIR_SETTING)
     logger: tuple[Logger, ...] = field(default=("tensorboard",), metadata=MACHINE)
-    run_folder: str | None = field(metadata=PLACE)
-    resume: str | None = field(metadata=PLACE)
-    max_restarts: MaxRestarts = field(default=0, metadata=PLACE)
+    run_folder: str | None = field(metadata=SWEEP_DIR_SETTING)
+    resume: str | None = field(metadata=SWEEP_DIR_SETTING)
+    max_restarts: MaxRestarts = field(default=0, metadata=SWEEP_DIR_SETTING)
     dry_run: bool = field(metadata=INVOCATION)
     quiet: bool = field(default=False, metadata=INVOCATION)
     cost: Literal["figures", "measured", "measured_anew"] = field(metadata=MACHINE)
@@ -149,7 +156,7 @@ class TrainConfig(PipelineSettings):
         self._check_fine_tuning()
         self._check_schedule()
         self._check_compile()
-        if self.resume == GO_ON and self.run_folder is None:
+        if self.resume == RESUME_AUTO and self.run_folder is None:
             why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
             raise InvalidSettingError("resume", self.resume, why)
 
@@ -173,7 +180,7 @@ class TrainConfig(PipelineSettings):
             raise InvalidSettingError("init_head", self.init_head, why)
         model = self.model
         has_weights = getattr(model, "pretrained", False) or getattr(model, "weights", None) is not None
-        if TAKEN in (self.freeze or ()) and not has_weights:
+        if BACKBONE in (self.freeze or ()) and not has_weights:
             why = "nothing is taken, as init_from=null; give init_from=..., or name layers"
             raise InvalidSettingError("freeze", self.freeze, why)
 
@@ -237,7 +244,7 @@ class TrainConfig(PipelineSettings):
         if (samples is None) == (tokens is None):
             why = "both are given; add batch_tokens=null or batch_size=null"
             why = why if samples else "neither is given, which says how large a mini-batch is; add batch_size=32"
-            raise InputError(f"batch_size={show(samples)}, batch_tokens={show(tokens)}: {why}")
+            raise InputError(f"batch_size={format_value(samples)}, batch_tokens={format_value(tokens)}: {why}")
         if tokens is not None and self.dataset.drop_last:
             why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; leave it out"
             raise InvalidSettingError("dataset.drop_last", True, why)
@@ -257,25 +264,25 @@ class TrainConfig(PipelineSettings):
             raise InvalidSettingError("micro_batches", m, why)
 
 
-def deciding(what: Decides) -> tuple[str, ...]:
+def settings_affecting(what: Affects) -> tuple[str, ...]:
     """The settings that decide `what`."""
-    return tuple(setting.name for setting in fields(TrainConfig) if what in setting.metadata["decides"])
+    return tuple(setting.name for setting in fields(TrainConfig) if what in setting.metadata["affects"])
 
 
-def not_deciding(what: Decides) -> tuple[str, ...]:
-    return tuple(setting.name for setting in fields(TrainConfig) if what not in setting.metadata["decides"])
+def settings_not_affecting(what: Affects) -> tuple[str, ...]:
+    return tuple(setting.name for setting in fields(TrainConfig) if what not in setting.metadata["affects"])
 
 
-OF_INVOCATION = not_deciding(Decides.RUN)
+PER_INVOCATION = settings_not_affecting(Affects.RUN)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """How a test set is translated: by `gpipe evaluate` and, for a few sentences, at each evaluation of a training."""
 
-    beam: Annotated[int, Within(1, 1000)]
-    sentences: Annotated[int, Within(0, 10**9)] | None
-    length_penalty: Annotated[float, Within(-100, 100)]
+    beam: Annotated[int, Range(1, 1000)]
+    sentences: Annotated[int, Range(0, 10**9)] | None
+    length_penalty: Annotated[float, Range(-100, 100)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +323,9 @@ class ExportConfig(ExportSettings):
 class BenchSettings:
     """What `conf/bench.yaml` adds to the settings of `gpipe train`."""
 
-    warm_up_steps: Annotated[int, Within(0, 1_000_000)]
-    steps: Annotated[int, Within(1, 1_000_000)]
-    rounds: Annotated[int, Within(1, 1000)]
+    warm_up_steps: Annotated[int, Range(0, 1_000_000)]
+    steps: Annotated[int, Range(1, 1_000_000)]
+    rounds: Annotated[int, Range(1, 1000)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +333,8 @@ class CheckSettings:
     """What `conf/check.yaml` adds to the settings of `gpipe train`."""
 
     against: Literal["torch", "torchgpipe"] | None  # the other program; None: pipelines of ours
-    against_steps: Annotated[int, Within(1, 1_000_000)]
-    against_rounds: Annotated[int, Within(1, 1000)]
+    against_steps: Annotated[int, Range(1, 1_000_000)]
+    against_rounds: Annotated[int, Range(1, 1000)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +348,7 @@ class PlanSettings:
 
 # Key -> the only command that takes it; the others refuse it on the command line. In a recipe they ignore it: one file
 # serves bench, plan and train, so that all three run the same job.
-OWNERS = {
+COMMAND_ONLY = {
     "recipe": "reproduce",
     **{field.name: "plan" for field in fields(PlanSettings)},
     **{field.name: "check" for field in fields(CheckSettings)},
@@ -349,7 +356,7 @@ OWNERS = {
 }
 
 
-def one_device(config: TrainConfig) -> TrainConfig:
+def single_device_baseline(config: TrainConfig) -> TrainConfig:
     """What a pipeline has to beat: the same training by ONE_DEVICE."""
     return replace(config, partition=replace(config.partition, balance=None), **ONE_DEVICE)
 
@@ -359,30 +366,30 @@ def key_of(setting: str) -> str:
     return setting.lstrip("+~").partition("=")[0]
 
 
-def owner(setting: str) -> str | None:
+def only_command_of(setting: str) -> str | None:
     """The only command that takes `setting`, such as `steps=5`; None if several take it."""
-    return OWNERS.get(key_of(setting).partition(".")[0])
+    return COMMAND_ONLY.get(key_of(setting).partition(".")[0])
 
 
-def replaced_batch(given: Mapping[str, object]) -> str | None:
+def overridden_batch_key(given: Mapping[str, object]) -> str | None:
     """Which of `batch_size` and `batch_tokens` is overridden by the other; None if both or neither were given."""
     size, tokens = (given.get(key) is not None for key in ("batch_size", "batch_tokens"))
     return None if size == tokens else "batch_tokens" if size else "batch_size"
 
 
-def from_tree(kind: type[T], tree: DictConfig) -> T:
+def from_cfg(kind: type[T], cfg: DictConfig) -> T:
     """Converts Hydra's tree into the dataclass `kind` and those nested in it. Raises InputError, as `from_values` and
-    `container` do."""
-    return from_values(kind, container(tree))
+    `to_plain_dict` do."""
+    return from_values(kind, to_plain_dict(cfg))
 
 
 def from_values(kind: type[T], values: dict[str, Any]) -> T:
     """Converts plain values into the dataclass `kind` and those nested in it. Counts the class folders of
-    dataset=image_folder, once per run. Raises InputError, as `typed` does."""
+    dataset=image_folder, once per run. Raises InputError, as `parse_config` does."""
     if isinstance(dataset := values.get("dataset"), dict) and dataset.get("name") == "image_folder":
         _count_classes(dataset)
     try:
-        return typed(kind, values)
+        return parse_config(kind, values)
     except InvalidValueError as error:
         if error.key != "device":
             raise
@@ -394,7 +401,7 @@ def _count_classes(dataset: dict[str, Any]) -> None:
     there are fewer than two."""
     root = dataset.get("root")
     if dataset.get("num_classes", 0) is not None or not isinstance(root, str) or root == "???":
-        return  # num_classes is given, or `typed` will refuse the root
+        return  # num_classes is given, or `parse_config` will refuse the root
     train = Path(root, "train")
     if dataset.get("test") is not None and not train.is_dir():  # with both, the data are refused
         train = Path(root)
@@ -414,18 +421,18 @@ def _count_classes(dataset: dict[str, Any]) -> None:
     dataset["num_classes"] = folders
 
 
-def container(tree: DictConfig | ListConfig) -> dict[str, Any]:
-    """Hydra's tree as plain values. Raises InputError, as `resolved`."""
-    return dict(resolved(tree))
+def to_plain_dict(cfg: DictConfig | ListConfig) -> dict[str, Any]:
+    """Hydra's tree as plain values. Raises InputError, as `resolve_value`."""
+    return dict(resolve_value(cfg))
 
 
-def resolved(value: Any) -> Any:
+def resolve_value(value: Any) -> Any:
     """A value of Hydra's tree as a plain value. Raises InputError if an interpolation such as `${output}` cannot be
     resolved."""
     try:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
-        raise InputError(f"configuration: {one_line(error)}") from error
+        raise InputError(f"configuration: {error_text(error)}") from error
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -433,14 +440,14 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
-def instead_of(config: TrainConfig) -> dict[str, Any]:
+def fallback_values(config: TrainConfig) -> dict[str, Any]:
     """The settings by dotted keys, to be taken where `read_config` finds no valid ones in the file of another run."""
-    return dict(flattened(plain_values(OmegaConf.create(asdict(config)))))
+    return dict(flatten(plain_values(OmegaConf.create(asdict(config)))))
 
 
-def plain_values(tree: DictConfig) -> dict[str, Any]:
+def plain_values(cfg: DictConfig) -> dict[str, Any]:
     """A tree as plain values, with interpolations such as `${oc.env:HOME}` as the texts that they are written as."""
-    values: Any = OmegaConf.to_container(tree)
+    values: Any = OmegaConf.to_container(cfg)
     return dict(values)
 
 
@@ -454,13 +461,13 @@ def load_yaml(file: Path) -> DictConfig:
             raise yaml.YAMLError(f"more than {_MAX_ALIASES} aliases, *name; write the values in their place")
         if _LONG_NUMBER.search(text):
             raise yaml.YAMLError("a number of more than 300 digits")
-        tree = OmegaConf.load(io.StringIO(text))
-        if not isinstance(tree, DictConfig):
+        cfg = OmegaConf.load(io.StringIO(text))
+        if not isinstance(cfg, DictConfig):
             raise yaml.YAMLError("a list")
     except Exception as error:  # PyYAML evaluates tags, which can raise any exception
         why = _why_unreadable(error)
         raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
-    return tree
+    return cfg
 
 
 def _why_unreadable(error: Exception) -> str:
@@ -470,18 +477,18 @@ def _why_unreadable(error: Exception) -> str:
         case yaml.MarkedYAMLError(problem=str(problem), problem_mark=yaml.Mark(line=line)):
             return f"line {line + 1}: {problem}"
         case yaml.YAMLError() | ValueError():
-            return one_line(error)
+            return error_text(error)
         case RecursionError():
             return "it is nested too deeply"
-    return with_type(error)
+    return describe_error(error)
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+def flatten(cfg: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of nested settings; empty groups, and those whose keys are in `whole`, stay values."""
-    for name, value in tree.items():
+    for name, value in cfg.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in whole:
-            yield from flattened(value, f"{key}.", whole)
+            yield from flatten(value, f"{key}.", whole)
         else:
             yield key, value
 
@@ -495,25 +502,25 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def read_config(path: Path, instead: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Reads what `to_yaml` wrote, to be looked at: what is to be run is read by `load`. `path` is the file, or the run
-    folder that holds it as `config.yaml`. `instead`: dotted keys, with the values that are taken where an older version
-    wrote what this version does not take.
+def read_config(path: Path, fallbacks: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Reads what `to_yaml` wrote, to be looked at: what is to be run is read by `load_run_config`. `path` is the file,
+    or the run folder that holds it as `config.yaml`. `fallbacks`: dotted keys, with the values that are taken where an
+    older version wrote what this version does not take.
 
     Raises InputError if the file is missing, is not YAML, or holds other settings that this version does not take.
 
     The file may come from elsewhere, so interpolations are not resolved: a resolver is any function of this process.
     """
-    file = path / CONFIG if path.is_dir() else path
+    file = path / CONFIG_FILE if path.is_dir() else path
     values = plain_values(load_yaml(file))
     refusals: dict[str, InvalidSettingError] = {}
     while True:
         try:
             return from_values(TrainConfig, values)
         except InvalidSettingError as error:
-            if error.key in (instead or {}) and error.key not in refusals:
+            if error.key in (fallbacks or {}) and error.key not in refusals:
                 refusals[error.key] = error
-                set_value(values, error.key, resolved((instead or {})[error.key]))
+                set_value(values, error.key, resolve_value((fallbacks or {})[error.key]))
                 continue
             first = refusals.get(error.key, error)
             use = f"give another on the command line, {first.key}=..."
@@ -522,10 +529,10 @@ def read_config(path: Path, instead: Mapping[str, Any] | None = None) -> TrainCo
             raise InputError(f"{file}: cannot be read as the configuration of a run: {error}") from error
 
 
-def naming(*targets: str) -> str:
+def format_target_setting(*targets: str) -> str:
     """What is typed to name the functions of a run, or of the runs of a sweep, once more."""
     if not all(map(str.isascii, targets)):  # Hydra's grammar takes such letters in quotes only
-        targets = tuple(map(quoted, targets))
+        targets = tuple(map(quote, targets))
     setting = f"{groups.TARGET}={','.join(targets)}"
     return ("-m " if len(targets) > 1 else "") + (f'"{setting}"' if "'" in setting else setting)
 
@@ -535,33 +542,33 @@ def target_of(config: TrainConfig) -> str | None:
     return config.model.target if isinstance(config.model, groups.CustomConfig) else None
 
 
-def load(
+def load_run_config(
     path: Path,
     target: str | None = None,
-    add: Callable[[str], str] = naming,
-    instead: Mapping[str, Any] | None = None,
+    remedy: Callable[[str], str] = format_target_setting,
+    fallbacks: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, in place of the
-    run's own; `add`: what a caller has to add who has not; `instead`: as of `read_config`. Raises InputError for what
-    is `allowed` to no file, and for a target if the run calls no function."""
-    config = read_config(path, instead)
+    run's own; `remedy`: what a caller has to add who has not; `fallbacks`: as of `read_config`. Raises InputError for
+    what `allow_target` refuses, and for a target if the run calls no function."""
+    config = read_config(path, fallbacks)
     if (saved := target_of(config)) is not None:
-        return allowed(config, target, path, add(saved))
+        return allow_target(config, target, path, remedy(saved))
     if target is not None:
-        why = f"the run in {path} has model={groups.choice_of(config.model)}, which calls no function; leave it out"
+        why = f"the run in {path} has model={groups.group_choice(config.model)}, which calls no function; leave it out"
         raise InvalidSettingError(groups.TARGET, target, why)
     return config
 
 
-def allowed(config: TrainConfig, target: str | None, named_in: Path, add: str) -> TrainConfig:
+def allow_target(config: TrainConfig, target: str | None, named_in: Path, remedy: str) -> TrainConfig:
     """The configuration, which the files in `named_in` describe, if its code may be run: a file is data, and a function
     that it names is imported and called only if the caller names it, too: `target`, which takes its place. Raises
-    InvalidSettingError, with what to `add`."""
+    InvalidSettingError, whose message ends with `remedy`."""
     if not isinstance(config.model, groups.CustomConfig):
         return config
     if target is None:
         why = f"{named_in} names this function, and what a file names is run only if you name it, too"
-        raise InvalidSettingError(groups.TARGET, config.model.target, f"{why}; if you trust it, add {add}")
+        raise InvalidSettingError(groups.TARGET, config.model.target, f"{why}; if you trust it, add {remedy}")
     return replace(config, model=replace(config.model, target=target))
 
 
@@ -571,12 +578,12 @@ def load_recipe(file: Path) -> dict[str, Any]:
     try:
         recipe = OmegaConf.load(file)
     except (OSError, yaml.YAMLError) as error:
-        why = (isinstance(error, OSError) and error.strerror) or one_line(error)
+        why = (isinstance(error, OSError) and error.strerror) or error_text(error)
         raise InputError(f"{file}: cannot be read ({why}); give the file of a recipe, -cd FOLDER -cn NAME") from error
     if not isinstance(recipe, DictConfig) or not {"defaults", "recipe"} <= recipe.keys():
         raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
     families = [entry for entry in recipe.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
-    return container(OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe))
+    return to_plain_dict(OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe))
 
 
 @cache  # 29 recipes share a few files
@@ -590,45 +597,45 @@ def load_preset(name: str) -> dict[str, Any]:
     if not file.is_file():  # a preset of the user's
         return {}
     preset = load_yaml(file)
-    return container(OmegaConf.merge(*(load_preset(base) for base in preset.pop("defaults", ())), preset))
+    return to_plain_dict(OmegaConf.merge(*(load_preset(base) for base in preset.pop("defaults", ())), preset))
 
 
 @cache
 def load_hardware(name: str) -> groups.HardwareConfig:
     """The figures in `conf/hardware/<name>.yaml`."""
-    tree = OmegaConf.create((resources.files("gpipe_cli.conf") / "hardware" / f"{name}.yaml").read_text("utf-8"))
-    assert isinstance(tree, DictConfig)
-    return from_tree(groups.HardwareConfig, tree)
+    cfg = OmegaConf.create((resources.files("gpipe_cli.conf") / "hardware" / f"{name}.yaml").read_text("utf-8"))
+    assert isinstance(cfg, DictConfig)
+    return from_cfg(groups.HardwareConfig, cfg)
 
 
 def find_run(key: str, run: str, output: str) -> Path:
     """The folder `run`, the value of setting `key`. Raises InputError if it holds no run; the message names the newest
     runs in it, or else those in `output`."""
     folder = Path(run)
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG_FILE).is_file():
         return folder
     below = newest_runs(folder) if run else []
     newest = ", ".join(map(str, below or newest_runs(Path(output))))
     remedy = f"the newest runs {'in it ' if below else ''}are {newest}"
     remedy = remedy if newest else f"there is no run in {output} either"
-    raise InputError(f"{key}={run}: no run there (looked for {folder / CONFIG}); {remedy}")
+    raise InputError(f"{key}={run}: no run there (looked for {folder / CONFIG_FILE}); {remedy}")
 
 
 def has_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step_*/index.json"))
 
 
-def going_on(config: TrainConfig, folder: Path) -> TrainConfig:
+def resume_or_restart(config: TrainConfig, folder: Path) -> TrainConfig:
     """`config` set to resume the run in `folder` from its last checkpoint, or to restart it if it has none."""
-    begun = None if config.resume == GO_ON else config.resume
-    return replace(config, run_folder=str(folder), resume=str(folder) if has_checkpoint(folder) else begun)
+    resume = None if config.resume == RESUME_AUTO else config.resume
+    return replace(config, run_folder=str(folder), resume=str(folder) if has_checkpoint(folder) else resume)
 
 
-def runs_below(folder: Path) -> list[Path]:
+def run_folders_in(folder: Path) -> list[Path]:
     """The run folders in an output folder, including those of its sweeps, which lie one level deeper."""
-    return [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{CONFIG}")]
+    return [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{CONFIG_FILE}")]
 
 
 def newest_runs(folder: Path) -> list[Path]:
     """The three most recently started runs in an output folder or a sweep, newest first."""
-    return sorted(runs_below(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)[:3]
+    return sorted(run_folders_in(folder), key=lambda run: (run / CONFIG_FILE).stat().st_mtime, reverse=True)[:3]

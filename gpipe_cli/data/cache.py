@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gpipe_cli.errors import InputError, InvalidSettingError, one_line
+from gpipe_cli.errors import InputError, InvalidSettingError, error_text
 from gpipe_cli.system.files import open_to_append, write_whole
 
 _DIGEST_BYTES = 16
@@ -62,7 +62,7 @@ def read_or_make(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
                 write_whole(path, _digest(content) + content)
             return content
     except OSError as error:
-        why = f"cannot be written ({one_line(error)}); set dataset.cache to a folder that can"
+        why = f"cannot be written ({error_text(error)}); set dataset.cache to a folder that can"
         raise InvalidSettingError("dataset.cache", folder, why) from error
 
 

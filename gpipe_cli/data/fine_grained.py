@@ -13,7 +13,7 @@ from typing import Any
 from gpipe_cli.data.cache import file_lock
 from gpipe_cli.data.readers import Samples, read_folders
 from gpipe_cli.data.splits import Splits, split_names
-from gpipe_cli.errors import InvalidSettingError, with_type
+from gpipe_cli.errors import InvalidSettingError, describe_error
 
 _DOWNLOAD = "set dataset.download=true"
 
@@ -129,7 +129,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
                         ImageNet(str(root), split=split)
         words = load_meta_file(str(root))[0] if meta.is_file() else {}
     except Exception as error:  # archives and pickles fail in many ways
-        why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({with_type(error)}); {expected}"
+        why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({describe_error(error)}); {expected}"
         raise InvalidSettingError("dataset.root", root, why) from error
     # Not the folder 'test': the challenge's test images have no labels.
     train, test = (
@@ -163,10 +163,10 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
             raise ValueError(f"a {split} image of a class that is none of the {len(classes)} named")
     except Exception as error:  # the network, archives and broken annotations make torchvision and scipy raise anything
         if download:
-            why = f"could not download {name} to '{root}' or read what is there ({with_type(error)})"
+            why = f"could not download {name} to '{root}' or read what is there ({describe_error(error)})"
             use = f"check the network, delete '{folder}' and its archive, and try again"
             raise InvalidSettingError("dataset.download", True, f"{why}; {use}") from error
-        fault = f"is damaged or incomplete ({with_type(error)})" if folder.is_dir() else "is missing"
+        fault = f"is damaged or incomplete ({describe_error(error)})" if folder.is_dir() else "is missing"
         raise InvalidSettingError("dataset.root", root, f"'{folder}' {fault}; {expected}") from error
     # Listing the folders is faster on a network disk than asking for each of 75,750 files.
     folders = {os.path.dirname(path) for path, _ in listed}

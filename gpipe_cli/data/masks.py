@@ -19,7 +19,7 @@ from gpipe_cli.data.batches import derive_seed
 from gpipe_cli.data.readers import ImageFiles, Samples, is_image, open_image
 from gpipe_cli.data.splits import Splits, split_names
 from gpipe_cli.data.vocabulary import IGNORED
-from gpipe_cli.errors import InputError, InvalidSettingError, one_line
+from gpipe_cli.errors import InputError, InvalidSettingError, error_text
 
 VOID = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
 _SAMPLED_MASKS = 16  # masks from all of a split, which are read before others
@@ -102,7 +102,7 @@ class MaskFiles:
             with open_image(self.images[index]) as image:
                 needed_size = image.size
         except Exception as error:  # whatever Pillow raises for damaged bytes
-            raise InputError(f"mask '{path}': cannot be read ({one_line(error)}); replace or delete it") from error
+            raise InputError(f"mask '{path}': cannot be read ({error_text(error)}); replace or delete it") from error
         if size != needed_size or values.ndim > 2 or mode == "F":
             mask_form = f"{size[0]} x {size[1]} pixels of mode {mode}"
             needed = f"{needed_size[0]} x {needed_size[1]} of one whole number"

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpipe_cli.errors import InvalidSettingError, one_line
+from gpipe_cli.errors import InvalidSettingError, error_text
 
 
 class HFTokenizer:
@@ -36,7 +36,7 @@ class HFTokenizer:
         except Exception as error:  # from the hub, JSON or Rust: damaged files raise anything
             use = "give a folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
             raise InvalidSettingError(
-                "dataset.tokenizer", place, f"cannot be read ({one_line(error)}); {use}"
+                "dataset.tokenizer", place, f"cannot be read ({error_text(error)}); {use}"
             ) from error
         ends = [self._tokenizer.eos_token_id, self._tokenizer.sep_token_id]
         if ends == [None, None]:

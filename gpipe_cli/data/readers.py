@@ -25,7 +25,7 @@ from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.data.batches import derive_seed
 from gpipe_cli.data.cache import file_lock
 from gpipe_cli.data.splits import Splits, divide, split_names
-from gpipe_cli.errors import InputError, InvalidSettingError, one_line, show
+from gpipe_cli.errors import InputError, InvalidSettingError, error_text, format_value
 from gpipe_cli.system.files import folders_in, open_regular
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class ImageFiles:
                     image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
                 pixels: Tensor = pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
-            why = f"cannot be read ({one_line(error)}); replace the file"
+            why = f"cannot be read ({error_text(error)}); replace the file"
             raise InputError(f"image file '{path}': {why}") from error
         if mode in _UNKNOWN_RANGE:
             why = f"has 32-bit numbers (Pillow's mode {mode}), whose black and white are not known; save it with 8 bits"
@@ -165,7 +165,7 @@ def header_fault(path: str, *, mask: bool = False) -> str:
     except UnidentifiedImageError:
         return "no image" if os.path.getsize(path) else "empty"
     except Exception as error:  # as in `ImageFiles`
-        return one_line(error)
+        return error_text(error)
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits
         with file_lock(root / ".download.lock") if download else nullcontext():
             splits = [reader(str(root), train=train, download=download) for train in (True, False)]
     except (RuntimeError, OSError) as error:
-        why = f"the files of '{root / reader.base_folder}' are missing or damaged ({one_line(error)})"
+        why = f"the files of '{root / reader.base_folder}' are missing or damaged ({error_text(error)})"
         if download:
             raise InvalidSettingError(
                 "dataset.download", True, f"{why}; check the network, or unpack {reader.url}"
@@ -300,9 +300,9 @@ def read_folders(root: Path, expected: str, *names: str) -> list[Samples]:
             listed = make_dataset(str(folder), numbers, is_valid_file=partial(_is_visible_image, str(folder), skipped))
         except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
             endings = f"files end in {' '.join(IMAGE_SUFFIXES)}, or have no ending"
-            why = f"'{folder}' cannot be read ({one_line(error).partition(' Supported')[0]}); {endings}; {expected}"
+            why = f"'{folder}' cannot be read ({error_text(error).partition(' Supported')[0]}); {endings}; {expected}"
             raise InvalidSettingError("dataset.root", root, why) from error
-        splits.append(Samples.of_files(listed, tuple(map(show, numbers)), skipped))
+        splits.append(Samples.of_files(listed, tuple(map(format_value, numbers)), skipped))
     return splits
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_cli.config.groups import TEXTS, TextConfig
+from gpipe_cli.config.groups import TEXT_DATASETS, TextConfig
 from gpipe_cli.data.batches import SplitIndex, derive_seed
 from gpipe_cli.data.cache import cache_folder, compute_digest, read_or_make_tensors
 from gpipe_cli.data.corpora import Documents, Pairs, read_cldr, read_parallel_text, read_python_docs, read_text_files
@@ -179,7 +179,7 @@ def open_text(
             read = read_parallel_text(root, dataset.validation)
         case _:
             read = Splits(*import_module(f"gpipe_cli.data.{dataset.name}").read(dataset))
-    if TEXTS[dataset.name].pairs:
+    if TEXT_DATASETS[dataset.name].pairs:
         return open_pairs(read if share is None else _split_off_pairs(read, share, seed), dataset, length, saved_model)
     splits = open_documents(read, dataset, length, saved_model)
     return splits if share is None else _split_off_windows(splits, share, seed)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.data.cache import compute_digest, read_or_make
-from gpipe_cli.errors import InputError, InvalidSettingError, one_line
+from gpipe_cli.errors import InputError, InvalidSettingError, error_text
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
@@ -146,8 +146,8 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
         )
     except RuntimeError as error:
         # such as "Vocabulary size is smaller than required_chars. 265 vs 289. Increase vocab_size or ..."
-        least = re.search(r" vs (\d+)", one_line(error))
-        why = f"cannot be learned from this text ({one_line(error)}); give more text"
+        least = re.search(r" vs (\d+)", error_text(error))
+        why = f"cannot be learned from this text ({error_text(error)}); give more text"
         if least is not None:
             why = "has no room for the characters of this text and the 256 bytes that spell rarer ones; "
             why += f"use dataset.vocabulary={least[1]} or more"

@@ -61,9 +61,9 @@ class Stop(IntEnum):
     """Why a run is to stop after a step; a greater reason wins."""
 
     NONE = 0
-    ASKED = 1  # the user has asked for it
+    REQUEST_FILE = 1  # the user has asked for it
     UNREADABLE = 2  # the next mini-batch cannot be read
-    UNREAD = 3  # a mini-batch of an evaluation could not be read, so its scores mean nothing
+    SIGPIPE_EXIT = 3  # a mini-batch of an evaluation could not be read, so its scores mean nothing
 
 
 class ControlGroup:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from gpipe_cli.errors import InputError, shortened
+from gpipe_cli.errors import InputError, shorten
 
 _MAX_PROCESSES = 10_000  # the most processes of a run, each with a partition
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,7 +47,7 @@ def read_torchrun_env() -> Torchrun | None:
 
 def variables() -> str:
     """The variables that are set, as NAME=VALUE, and what to do if another program has left them."""
-    are_set = [f"{name}={shortened(os.environ[name])}" for name in _VARIABLES if name in os.environ]
+    are_set = [f"{name}={shorten(os.environ[name])}" for name in _VARIABLES if name in os.environ]
     return f"{' '.join(are_set)}: if nothing has started these processes together, unset them"
 
 
@@ -96,7 +96,7 @@ def _number(name: str, least: int, most: int, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,18}", text) or not least <= int(text) <= most:
         raise InputError(
-            f"{name}={shortened(text)!r}: torchrun sets it to a whole number from {least} to {most}; start gpipe by "
+            f"{name}={shorten(text)!r}: torchrun sets it to a whole number from {least} to {most}; start gpipe by "
             f"torchrun, or unset {name}"
         )
     return int(text)

@@ -22,7 +22,7 @@ from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
 from gpipe_cli.training.events import StepRecorded
-from gpipe_cli.units import spans
+from gpipe_cli.units import join_ranges
 
 OnMessage = Callable[[object], None]
 
@@ -222,7 +222,7 @@ class Supervisor:
 
     def _who(self, process: int) -> str:
         stages = self._layout.stages_of(process)
-        several = f"the process of stages {' and '.join(spans(stages, ' to '))}"
+        several = f"the process of stages {' and '.join(join_ranges(stages, ' to '))}"
         who = f"stage {stages[0]}" if len(stages) == 1 else several
         return f"{who} of replica {self._layout.replica_of(process)}" if self._layout.replicas > 1 else who
 

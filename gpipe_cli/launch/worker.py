@@ -63,7 +63,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         if groups is not None:
             ties, skips = job.spec.stages_of_ties, job.spec.skips
             groups = groups.for_cut(job.process, layout.rank_of_stage, devices[0], ties, skips)
-        control.reason = lambda: Stop.ASKED if activity[STOP] else Stop.NONE
+        control.reason = lambda: Stop.REQUEST_FILE if activity[STOP] else Stop.NONE
         return control, groups
 
     sent = 0  # messages to the parent

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpipe_cli.config.pipeline_settings import PipelineSettings
-from gpipe_cli.config.typed import Count
+from gpipe_cli.config.schema import Count
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun_env import Torchrun, limit_waits
-from gpipe_cli.errors import InputError, InvalidSettingError, with_type
+from gpipe_cli.errors import InputError, InvalidSettingError, describe_error
 from gpipe_cli.models.custom import why_not_sequential
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, share_memory, uses_in
 from gpipe_cli.planner.cut import balanced
@@ -141,7 +141,7 @@ def copied(layers: nn.Sequential, convert: Callable[[torch.Tensor], torch.Tensor
     try:
         return copy.deepcopy(layers, replacements)
     except (RuntimeError, TypeError) as error:  # for a tensor with a graph, or an object that cannot be pickled
-        why = f"cannot be copied ({with_type(error)}); keep such objects out of the layers"
+        why = f"cannot be copied ({describe_error(error)}); keep such objects out of the layers"
         raise InvalidSettingError("layers", type(layers).__name__, why) from error
 
 

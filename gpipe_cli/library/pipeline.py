@@ -17,7 +17,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN
 from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms
-from gpipe_cli.config.typed import typed
+from gpipe_cli.config.schema import parse_config
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import global_norm
 from gpipe_cli.distributed.torchrun_env import read_torchrun_env
@@ -157,7 +157,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
                  "devices": None if devices is None else [*map(str, devices)], "precision": precision,
                  "compile": compile, "replicas": replicas,
                  "executor": "in_process" if started is None else "distributed"}  # fmt: skip
-        self._arguments = typed(Arguments, given)
+        self._arguments = parse_config(Arguments, given)
         whole = as_sequential(layers)
         layout = place(self._arguments, started)
         self._layout = layout.seen_by(0 if started is None else started.rank)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipe_cli.config.groups import TARGET
-from gpipe_cli.errors import InputError, InvalidSettingError, with_type
+from gpipe_cli.errors import InputError, InvalidSettingError, describe_error
 from gpipe_cli.models.skips import SkipSequential
 
 
@@ -41,7 +41,7 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
     except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
             raise
-        why = f"fails when it is called on the meta device, where tensors have no values ({with_type(error)})"
+        why = f"fails when it is called on the meta device, where tensors have no values ({describe_error(error)})"
         raise InvalidSettingError(
             TARGET, target, f"{why}; no .item(), no tolist() and no loading of files there"
         ) from error
@@ -63,7 +63,7 @@ def _find(target: str) -> Any:
         where = f"there is no module {error.name}, neither in {current_folder} nor installed"
         raise InvalidSettingError(TARGET, target, f"{where}; run the command where it is, or install it") from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
-        why = f"{module_name} cannot be imported ({with_type(error)})"
+        why = f"{module_name} cannot be imported ({describe_error(error)})"
         raise InvalidSettingError(TARGET, target, f"{why}; see what `python -c 'import {module_name}'` says") from error
     function = getattr(module, name, None)
     if not callable(function):

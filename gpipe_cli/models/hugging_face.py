@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_cli.config.did_you_mean import nearest
+from gpipe_cli.config.did_you_mean import suggest_nearest
 from gpipe_cli.config.groups import LoraConfig
-from gpipe_cli.errors import InvalidSettingError, one_line
+from gpipe_cli.errors import InvalidSettingError, error_text
 from gpipe_cli.models.hugging_face_layers import (
     Block,
     ClassifierHead,
@@ -209,7 +209,7 @@ def read_config(source: ModelSource) -> Any:
                 raise _config_error(source, f"{key}={value} must be {rule}")
         unchanged = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
         if unknown_keys := [key for key in changes if key not in unchanged]:
-            hint = nearest(unknown_keys[0], [*unchanged]) or "; config.json has them all"
+            hint = suggest_nearest(unknown_keys[0], [*unchanged]) or "; config.json has them all"
             raise InvalidSettingError(
                 f"model.config.{unknown_keys[0]}", changes[unknown_keys[0]], f"no such setting{hint}"
             )
@@ -217,10 +217,10 @@ def read_config(source: ModelSource) -> Any:
     except InvalidSettingError:
         raise
     except StrictDataclassError as error:  # the cause names the key, its value and what is allowed
-        raise _config_error(source, one_line(error.__cause__ or error).partition(". ")[0].rstrip(".")) from error
+        raise _config_error(source, error_text(error.__cause__ or error).partition(". ")[0].rstrip(".")) from error
     except Exception as error:  # whatever transformers and the hub's client raise
         why = "has no configuration that transformers knows" if folder.is_dir() else "no such folder, nor on the hub"
-        reason = one_line(error).partition("; ")[0].partition(". ")[0]
+        reason = error_text(error).partition("; ")[0].partition(". ")[0]
         raise InvalidSettingError("model.name", source.name, f"{why} ({reason}); {_NAME_REMEDY}") from error
     _check_heads(source, settings, given="head_dim" in written)
     return settings
@@ -301,7 +301,7 @@ def _build_on_meta(source: ModelSource, settings: Any, auto: str, classifier: st
             )
     except Exception as error:  # whatever a constructor raises for values that a configuration may have
         raise _config_error(
-            source, f"no model can be made of the values ({one_line(error).partition('; ')[0]})"
+            source, f"no model can be made of the values ({error_text(error).partition('; ')[0]})"
         ) from error
     weights = Weights(source.name, model, classifier) if source.pretrained else None
     if source.lora is not None:
@@ -330,7 +330,7 @@ def _add_adapters(model: Any, lora: LoraConfig) -> None:
                 for path, module in model.named_modules()
                 if type(module).__name__ in ADAPTABLE_CLASSES
             }
-            why = f"{one_line(error).rstrip('.')}; use some of {', '.join(sorted(linear_names))}"
+            why = f"{error_text(error).rstrip('.')}; use some of {', '.join(sorted(linear_names))}"
             raise InvalidSettingError("model.lora.target_modules", names, why) from error
     for module in adapters_in(model):
         module.kwargs = {}  # only the module's path, in which equal blocks would differ; nothing reads it

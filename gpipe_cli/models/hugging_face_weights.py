@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from gpipe_cli.errors import InputError, InvalidSettingError, with_type
+from gpipe_cli.errors import InputError, InvalidSettingError, describe_error
 
 ADAPTER = "default"  # peft's name of a module's only adapter
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -86,7 +86,7 @@ class Weights:
             try:
                 files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{index}: is no index of files ({with_type(error)}); fetch it anew") from error
+                raise InputError(f"{index}: is no index of files ({describe_error(error)}); fetch it anew") from error
         else:
             with self._open(SINGLE) as tensors:
                 files = dict.fromkeys(tensors.keys(), SINGLE)
@@ -105,7 +105,9 @@ class Weights:
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: cannot be read as safetensors ({with_type(error)}); fetch it anew") from error
+            raise InputError(
+                f"{path}: cannot be read as safetensors ({describe_error(error)}); fetch it anew"
+            ) from error
 
 
 def adapters_in(layer: nn.Module) -> Iterator[Any]:
@@ -127,7 +129,7 @@ def find_file(name: str, file: str) -> Path | None:
     try:
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except Exception as error:  # whatever the hub's client and the libraries below it raise
-        why = f"{file} of {name} cannot be had here ({with_type(error).partition('; ')[0]})"
+        why = f"{file} of {name} cannot be had here ({describe_error(error).partition('; ')[0]})"
         use = "give a folder that has it as model.name, or use model.pretrained=false"
         raise InvalidSettingError("model.pretrained", True, f"{why}; {use}") from error
     return None if path is None else Path(path)

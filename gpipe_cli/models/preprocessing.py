@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_cli.errors import InvalidSettingError, with_type
+from gpipe_cli.errors import InvalidSettingError, describe_error
 from gpipe_cli.models.hugging_face import ModelSource, read_config
 from gpipe_cli.models.hugging_face_weights import find_file
 
@@ -75,7 +75,7 @@ def hugging_face_preprocessing(source: ModelSource) -> Preprocessing | None:
         means, deviations = (reader.image_mean, reader.image_std) if reader.do_normalize else ([0.0] * 3, [1.0] * 3)
         mean, std = (tuple(value / factor for value in values) for values in (means, deviations))
     except Exception as error:  # whatever transformers raises for a file that holds anything
-        why = f"its {PREPROCESSOR} cannot be used ({with_type(error)}); correct it, or use model.pretrained=false"
+        why = f"its {PREPROCESSOR} cannot be used ({describe_error(error)}); correct it, or use model.pretrained=false"
         raise InvalidSettingError("model.name", source.name, why) from error
     names = {number: name for name, number in RESAMPLE.items()}
     interpolation = names.get(reader.resample, f"Pillow's number {reader.resample}")

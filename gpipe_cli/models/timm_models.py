@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.errors import InvalidSettingError, with_type
+from gpipe_cli.errors import InvalidSettingError, describe_error
 from gpipe_cli.models.paths import add_submodule_at
 from gpipe_cli.system.files import regular_size
 
@@ -64,7 +64,7 @@ def build_timm(
     except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
         if not fetch:
             raise
-        why = f"the weights of {name} cannot be had here ({with_type(error).partition('; ')[0]})"
+        why = f"the weights of {name} cannot be had here ({describe_error(error).partition('; ')[0]})"
         use = "give model.weights=FILE or use model.pretrained=false"
         raise InvalidSettingError("model.pretrained", True, f"{why}; {use}") from error
     if weights is not None:
@@ -142,7 +142,7 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
             tensors = checkpoint_filter_fn(tensors, model)
     except Exception as error:  # a missing file, or whatever the reader of either format raises
         use = "use a .safetensors file or a dictionary of tensors that torch.save wrote"
-        why = f"cannot be read as weights ({with_type(error).partition('; ')[0]})"
+        why = f"cannot be read as weights ({describe_error(error).partition('; ')[0]})"
         raise InvalidSettingError("model.weights", file, f"{why}; {use}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise InvalidSettingError(

@@ -15,10 +15,10 @@ from typing import Any
 
 from gpipe_cli.assembly.build import find_data
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig, UNetConfig
+from gpipe_cli.config.schema import bounds
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
-from gpipe_cli.config.typed import bounds
 from gpipe_cli.distributed.torchrun_env import Torchrun
-from gpipe_cli.errors import InputError, NothingFitsError, show
+from gpipe_cli.errors import InputError, NothingFitsError, format_value
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import TooLargeError, layout_of
@@ -45,12 +45,12 @@ def choose(
     costs_of: CostsOf,
     started: Torchrun | None = None,
     *,
-    elsewhere: bool = False,
+    other_machine: bool = False,
 ) -> Plan:
     """The plan of `config` with the fastest values of the settings in `auto`, and what was compared; with a mini-batch
     in `auto`, the largest that fits.
 
-    `started`: this process, if torchrun started it; `elsewhere`: the plan is for another machine, so the devices
+    `started`: this process, if torchrun started it; `other_machine`: the plan is for another machine, so the devices
     of this machine do not count.
 
     Raises:
@@ -64,7 +64,7 @@ def choose(
             raise InputError(f"{batch_keys[0]}=auto: {others[0]}=auto cannot be chosen at the same time; give a number")
         comparisons.append(planner.largest_mini_batch(config, batch_keys[0]))
     elif auto:
-        comparisons.append(planner.fastest(config, frozenset(auto), elsewhere))
+        comparisons.append(planner.fastest(config, frozenset(auto), other_machine))
     chosen = comparisons[0].chosen if comparisons else planner.candidate("", config)
     assert chosen is not None
     if chosen.over is not None:
@@ -92,11 +92,11 @@ class _Planner:
         """Whether a cut fits the memory."""
         return fits(config, self.profile, layout_of(config, self.started))
 
-    def fastest(self, config: TrainConfig, auto: frozenset[str], elsewhere: bool) -> Choice:
+    def fastest(self, config: TrainConfig, auto: frozenset[str], other_machine: bool) -> Choice:
         """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
         keys = [key for key in AUTO if key in auto]
         tried: list[Candidate] = []
-        for variant in _candidates(config, auto, len(self.profile.costs), self.started, elsewhere):
+        for variant in _candidates(config, auto, len(self.profile.costs), self.started, other_machine):
             value = ", ".join(str(getattr(variant, key)) for key in keys)
             try:
                 check_single_samples(variant, mini_batch_samples(variant, self.profile.lengths), self.profile)
@@ -160,7 +160,11 @@ class _Planner:
         given, balance = config.hardware.memory_gib, config.partition.balance
         automatic = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
         limit = automatic if given is None else f"hardware.memory_gib={given:g}"
-        cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
+        cut = (
+            "no cut fits; in the best one"
+            if balance is None
+            else f"partition.balance={format_value(balance)} does not fit;"
+        )
         if config.partition.method == "lingvo":
             cut = "the cut of partition.method=lingvo does not fit;"
         remedies = [self.remedy(config) or "a smaller model"]
@@ -207,7 +211,7 @@ class _Planner:
         for at, kind in enumerate(needed):
             milder = [(*least[:at], change, *least[at + 1 :]) for change in kind[:-1]]
             least = (*milder, least)[bisect_left(milder, True, key=enough)]
-        return " ".join(f"{key}={show(value)}" for key, value in dict(chain(*least)).items())
+        return " ".join(f"{key}={format_value(value)}" for key, value in dict(chain(*least)).items())
 
 
 def _recomputation(plan: Plan) -> Iterator[Choice]:
@@ -217,7 +221,7 @@ def _recomputation(plan: Plan) -> Iterator[Choice]:
         counts = ", ".join(map(str, plan.recomputed))
         auto = Candidate(f"auto: {counts} of {plan.micro_batches} per stage", config, plan)
         planner = _Planner(plan.profile, lambda *_: plan.costs, plan.layout.started)
-        cut = replace(config, partition=config.partition.by_hand(plan.balance))
+        cut = replace(config, partition=config.partition.with_balance(plan.balance))
         never, most = (planner.candidate(mode, replace(cut, recompute=mode)) for mode in ("never", "except_last"))
         yield Choice("recompute", "as few as fit the memory", (never, auto, most), auto)
 
@@ -242,7 +246,7 @@ def _training_samples(config: TrainConfig) -> int:
 
 
 def _candidates(
-    config: TrainConfig, auto: frozenset[str], layers: int, started: Torchrun | None, elsewhere: bool
+    config: TrainConfig, auto: frozenset[str], layers: int, started: Torchrun | None, other_machine: bool
 ) -> list[TrainConfig]:
     """The configurations to try: those with enough devices, and with a sample for every micro-batch.
 
@@ -251,10 +255,10 @@ def _candidates(
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
     order = ORDERS.get(config.schedule, Order())
     stages_per_process = config.stages_per_process
-    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # 8 as in the paper
+    devices = 8 if other_machine else number_of_gpus(config) or usable_cores()  # 8 as in the paper
     if started is not None:
         devices = started.processes
-    numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * (stages_per_process or 2) + 1)
+    numbers = [1, 2, 4, 8] if other_machine else range(1, devices * (stages_per_process or 2) + 1)
     if "partitions" in auto:
         partitions = [k for k in numbers if k <= layers]
     if "replicas" in auto:
@@ -335,7 +339,7 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
     comparisons = []
     for key, step in _sizes(config):
         tried: dict[int, Candidate] = {}
-        allowed = int(bounds(config.model, key).most)
+        allowed = int(bounds(config.model, key).maximum)
         most = allowed // step * step
         # the largest size that fits is at least `low`, which fits or has too few layers, and below `high`
         low, high = 0, most + step

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.errors import InputError, show
+from gpipe_cli.errors import InputError, format_value
 from gpipe_cli.pipeline.profile.layer_cost import OperationCounts, OperationKind, Operations
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, resolved
@@ -135,7 +135,7 @@ def predicted_costs(
     user_costs = config.partition.costs
     if user_costs is not None and len(user_costs) != len(profile.costs):
         raise InputError(
-            f"partition.costs={show(user_costs)}: there are {len(user_costs)} for {len(profile.costs)} layers; "
+            f"partition.costs={format_value(user_costs)}: there are {len(user_costs)} for {len(profile.costs)} layers; "
             "give one for each, or null for our own"
         )
     if user_costs is not None:

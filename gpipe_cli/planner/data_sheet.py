@@ -36,7 +36,7 @@ def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig
     `devices` are `cpu` or CUDA devices. Of different GPUs, the sheet of the slowest and the smallest memory count, as a
     step waits for all of them. For a GPU without a file, only the memory is filled in.
     """
-    if not hardware.here:
+    if not hardware.is_this_machine:
         return hardware
     gpus = [gpu for device in dict.fromkeys(devices) if (gpu := gpu_of(device)) is not None]
     names = [sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
@@ -84,7 +84,7 @@ def number_of_gpus(config: TrainConfig) -> int:
 def computes_on_gpu(config: TrainConfig) -> bool:
     """Whether the run, or the machine that it is planned for, has GPUs."""
     hardware = config.hardware
-    return number_of_gpus(config) > 0 if hardware.here else hardware.name in {file for _, _, file in _SHEETS}
+    return number_of_gpus(config) > 0 if hardware.is_this_machine else hardware.name in {file for _, _, file in _SHEETS}
 
 
 def replays_graphs(config: TrainConfig) -> bool:

@@ -174,7 +174,7 @@ def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
 
     Raises InputError as `place_stages`, and for a `recompute=auto` without a known device memory.
     """
-    layout = place_stages(config, number_of_gpus(config), config.threads, started, here=config.hardware.here)
+    layout = place_stages(config, number_of_gpus(config), config.threads, started, here=config.hardware.is_this_machine)
     return replace(layout, memory=_memory(config, layout))
 
 

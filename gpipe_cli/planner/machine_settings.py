@@ -12,7 +12,7 @@ def with_memory_format(config: TrainConfig) -> TrainConfig:
     """The settings with `contiguous` for images in float32 on the GPUs of this machine: cuDNN's kernels for channels
     last are made for tensor cores, which do not multiply float32."""
     undecided = config.memory_format == "auto" and config.precision == "float32" and not config.text
-    on_gpu = config.hardware.here and computes_on_gpu(config)
+    on_gpu = config.hardware.is_this_machine and computes_on_gpu(config)
     return replace(config, memory_format="contiguous") if undecided and on_gpu else config
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from gpipe_cli.config.settings import TrainConfig, one_device
+from gpipe_cli.config.settings import TrainConfig, single_device_baseline
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
@@ -56,7 +56,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 def baseline_of(plan: Plan) -> Plan | None:
     """What a pipeline has to beat: a single device that takes the mini-batch whole and recomputes nothing, with all
     threads of the machine. None if that does not fit the device's memory, where it is known."""
-    config = one_device(plan.config)
+    config = single_device_baseline(plan.config)
     try:
         layout = layout_of(replace(config, recompute="auto"))  # with the device's memory as the limit
     except InputError:  # the memory is unknown

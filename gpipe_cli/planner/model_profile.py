@@ -16,8 +16,8 @@ from gpipe_cli.assembly import build
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.assembly.loss import loss_of_shapes
 from gpipe_cli.assembly.optimizer import state_bytes
-from gpipe_cli.config.pipeline_settings import Decides
-from gpipe_cli.config.settings import TrainConfig, deciding
+from gpipe_cli.config.pipeline_settings import Affects
+from gpipe_cli.config.settings import TrainConfig, settings_affecting
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Skip, find_skips
@@ -117,7 +117,7 @@ def number_of_layers(config: TrainConfig) -> int:
 
 
 def _traced(config: TrainConfig) -> _Traced:
-    facts = [f"{name}={getattr(config, name)}" for name in deciding(Decides.LAYERS)]
+    facts = [f"{name}={getattr(config, name)}" for name in settings_affecting(Affects.LAYERS)]
     facts += [f"on_gpu={computes_on_gpu(config)}", f"splits={config.splits_backward}"]
     return _Traced(tuple(facts), config)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from gpipe_cli.assembly.build import memory_format_of
-from gpipe_cli.config.pipeline_settings import Graphs
+from gpipe_cli.config.pipeline_settings import CudaGraphs
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
@@ -40,7 +40,7 @@ class PipelineCut:
     memory_format: str = "contiguous"
     precision: str = "float32"
     compile: bool = False
-    graphs: Graphs = "auto"
+    graphs: CudaGraphs = "auto"
 
     @property
     def partitions(self) -> int:

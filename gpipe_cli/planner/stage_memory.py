@@ -66,7 +66,7 @@ def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
     """
     freed_bytes = 0 if replays_graphs(config) else weights.gradient_bytes
     sums = 2 * weights.summed_bytes - freed_bytes if config.replicas > 1 else 0
-    on_cpu = config.hardware.here and not computes_on_gpu(config)
+    on_cpu = config.hardware.is_this_machine and not computes_on_gpu(config)
     return sums + (weights.saved_bytes if on_cpu else 0)
 
 

@@ -16,10 +16,10 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.compare.run_record import read_run, same_curves
 from gpipe_cli.reporting.plots.timeline_values import idle_share
 from gpipe_cli.reproduction.largest_model import largest_model
-from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors, tensors_apart
+from gpipe_cli.reproduction.last_tensors import DIGITS, compare_tensors, digest, last_tensors
 from gpipe_cli.reproduction.published import published
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner
-from gpipe_cli.results.measures import MEASURES, TRAIN_LOSS
+from gpipe_cli.results.metrics import METRICS, TRAIN_LOSS
 from gpipe_cli.schedule.dependencies import topological_order
 from gpipe_cli.schedule.named_schedules import ORDERS, order
 from gpipe_cli.schedule.placement import place
@@ -84,7 +84,7 @@ def throughput(results: Results, runner: Runner) -> Pictures:
     for table in results["tables"]:
         rows = table["rows"]
         for row, run in product(rows, ("measured", "lingvo", "exact")):
-            row[f"{run}_speed"] = _relative(row.get(run), rows[0].get(run))
+            row[f"{run}_speed"] = _relative_speed(row.get(run), rows[0].get(run))
         for row in rows:
             ours, theirs = (row[run].get("samples_per_second") for run in ("exact", "lingvo"))
             row["gain"] = ours / theirs if ours and theirs else None
@@ -95,12 +95,14 @@ def throughput(results: Results, runner: Runner) -> Pictures:
             table["off"] = mean(differences)
             table["compared"] = len(differences)
         tried = [row for row in rows if "measured" in row]
-        refused = [row for row in tried if isinstance(row["measured_speed"], str) and not _reason(row["measured"])]
+        refused = [
+            row for row in tried if isinstance(row["measured_speed"], str) and not _failure_reason(row["measured"])
+        ]
         table["refused"] = _cells(refused) or None
         table["kinds"] = _kinds([row["measured"] for row in tried])
         reasons: dict[str, list[Row]] = {}
         for run, row in product(("measured", "lingvo"), rows):
-            if (reason := _reason(row.get(run, {}))) and row not in reasons.setdefault(reason, []):
+            if (reason := _failure_reason(row.get(run, {}))) and row not in reasons.setdefault(reason, []):
                 reasons[reason].append(row)
         results["impossible"] += [
             {"name": table["name"], "cells": _cells(rows), "reason": reason} for reason, rows in reasons.items()
@@ -113,11 +115,11 @@ def throughput(results: Results, runner: Runner) -> Pictures:
     results["without_links"] = slow and devices == 0
     results["too_few"] = not slow and not measured
     results["most"] = None if slow else max((row["partitions"] for row in measured), default=None)
-    results["smaller"] = runner.desk and devices > 0 and not runner.changed()
+    results["smaller"] = runner.is_small and devices > 0 and not runner.incomparable_settings()
     return ()
 
 
-def _relative(run: Row | None, first: Row | None) -> float | str | None:
+def _relative_speed(run: Row | None, first: Row | None) -> float | str | None:
     """The speed of a row relative to the first's, round by round if both are of one sweep; or why there is none."""
     if run is None or first is None:
         return None
@@ -127,7 +129,7 @@ def _relative(run: Row | None, first: Row | None) -> float | str | None:
     return run[key] / first[key] if first.get(key) else None
 
 
-def _reason(run: Row) -> str:
+def _failure_reason(run: Row) -> str:
     return str(run["reason"] or "") if run.get("status") == IMPOSSIBLE else ""
 
 
@@ -146,7 +148,7 @@ def schedules(results: Results, runner: Runner) -> Pictures:
         base = next(other for other in rows if (other["schedule"], other["partitions"], other["each"]) == stages)
         plan, measured = row["planned"], row.get("measured")
         row["planned_idle"] = plan["breakdown"] and idle_share(plan["breakdown"])
-        row["planned_activations"] = _fullest(
+        row["planned_activations"] = _max_device_bytes(
             plan["stages"], [stage["memory"]["activations_bytes"] for stage in plan["stages"]]
         )
         row["planned_speed"] = base["planned"]["step_seconds"] / plan["step_seconds"]
@@ -154,11 +156,11 @@ def schedules(results: Results, runner: Runner) -> Pictures:
             row["chosen"] = plan["schedule"].removeprefix("auto ").strip("()")
         else:
             row["unit_clock"] = _unit_seconds(base, plan["micro_batches"]) / _unit_seconds(row, plan["micro_batches"])
-            row["graphs"] = _graphs(row, plan["micro_batches"])
+            row["graphs"] = _max_in_flight(row, plan["micro_batches"])
         if measured is not None:
             speed, first = (each["measured"]["samples_per_second"] for each in (row, base))
             row["measured_idle"] = measured["breakdown"] and idle_share(measured["breakdown"])
-            row["measured_activations"] = _fullest(plan["stages"], measured["activation_bytes"] or ())
+            row["measured_activations"] = _max_device_bytes(plan["stages"], measured["activation_bytes"] or ())
             row["measured_speed"] = speed / first if speed and first else None
     results["every"] = rows
     results["source"] = rows[0]["planned"]["hardware"]["source"]
@@ -166,7 +168,7 @@ def schedules(results: Results, runner: Runner) -> Pictures:
     return ()
 
 
-def _fullest(stages: Sequence[Row], held: Sequence[int]) -> int | None:
+def _max_device_bytes(stages: Sequence[Row], held: Sequence[int]) -> int | None:
     """Bytes of activations on the fullest device, of those of each stage; None if there are none."""
     together = Counter[int]()
     for stage, held_bytes in zip(stages, held, strict=bool(held)):
@@ -174,7 +176,7 @@ def _fullest(stages: Sequence[Row], held: Sequence[int]) -> int | None:
     return max(together.values(), default=None)
 
 
-def _placed(row: Row, micro_batches: int) -> tuple[Schedule, tuple[int, ...]]:
+def _with_placement(row: Row, micro_batches: int) -> tuple[Schedule, tuple[int, ...]]:
     """The order of a row that is not `auto`, and the device of each stage."""
     stages, devices = row["partitions"], row["partitions"] // row["each"]
     actions = order(row["schedule"], stages, micro_batches, devices)
@@ -183,14 +185,14 @@ def _placed(row: Row, micro_batches: int) -> tuple[Schedule, tuple[int, ...]]:
 
 def _unit_seconds(row: Row, micro_batches: int) -> float:
     """The simulated time of a step if every F, I and W takes one tick, a B two, and transfers none."""
-    actions, device_of_stage = _placed(row, micro_batches)
+    actions, device_of_stage = _with_placement(row, micro_batches)
     costs = [StageCost(1.0, 1.0, 2.0, 1.0, 1.0)] * row["partitions"]
     return simulate(actions, costs, device_of_stage=device_of_stage).step_seconds
 
 
-def _graphs(row: Row, micro_batches: int) -> float:
+def _max_in_flight(row: Row, micro_batches: int) -> float:
     """The most micro-batches whose activations a device holds by the unit clock; a stage has 1/`each` of them."""
-    actions, device_of_stage = _placed(row, micro_batches)
+    actions, device_of_stage = _with_placement(row, micro_batches)
     held = Counter[int]()
     most = 0
     for action in topological_order(actions, device_of_stage):
@@ -215,11 +217,11 @@ def scaling(results: Results, runner: Runner) -> Pictures:
         row = table["rows"][-1]
         samples = row["batch_size"] // (row["replicas"] * row["micro_batches"])
         sizes = f"partitions={row['partitions']}", "micro_batches=1", f"batch_size={samples}"
-        traced = runner.simulated(*table["settings"], *sizes)
+        traced = runner.simulate_plan(*table["settings"], *sizes)
         work += [(traced.config, traced.profile, row) for row in table["rows"]]
     runner.progress(f"plans        {plural(len(work), 'cell')}")
     try:
-        planned = in_forks(_planned, work)
+        planned = in_forks(_plan_in_fork, work)
     except RuntimeError as error:
         raise CommandFailedError(str(error)) from error
     for (_, _, row), plan in zip(work, planned, strict=True):
@@ -240,7 +242,7 @@ def scaling(results: Results, runner: Runner) -> Pictures:
     return (("picture", str(picture)),)
 
 
-def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Row]]) -> list[Row]:
+def _plan_in_fork(work: Sequence[tuple[TrainConfig, "ModelProfile", Row]]) -> list[Row]:
     gc.disable()  # a large plan has a million small objects; the process ends after the plans
     return [_plan_row(config, profile, row) for config, profile, row in work]
 
@@ -277,7 +279,7 @@ def consistency(results: Results, runner: Runner) -> Pictures:
         row["losses"] = None if at == 0 else "as in row 1" if at in alike else "others"
         row["sha256"] = digest(tensors[at])
         row["digits"] = row["sha256"][:DIGITS]
-        row["top1"], row["loss"] = (MEASURES[key].value(record.result) for key in ("test_top1", "test_loss"))
+        row["top1"], row["loss"] = (METRICS[key].value(record.result) for key in ("test_top1", "test_loss"))
     same, repeated = ([row for row in rows if row[key] == rows[0][key]] for key in ("seed", "partitions"))
     listed = ", ".join(str(row["partitions"]) for row in same)
     seeds = ", ".join(str(row["seed"]) for row in repeated)
@@ -289,7 +291,7 @@ def consistency(results: Results, runner: Runner) -> Pictures:
         row["loss"] = None if None in losses else stdev(losses)
     other_losses = [str(row["partitions"]) for row in same if row["losses"] == "others"]
     others = [at for at, row in enumerate(rows) if row in same and row["sha256"] != rows[0]["sha256"]]
-    apart = [f"K = {rows[at]['partitions']}: {tensors_apart(tensors[0], tensors[at])}" for at in others]
+    apart = [f"K = {rows[at]['partitions']}: {compare_tensors(tensors[0], tensors[at])}" for at in others]
     results["dataset"] = records[0].result.dataset
     results["first"] = rows[0]["partitions"]
     results["steps"] = 0 if curves[0] is None else len(curves[0].steps)

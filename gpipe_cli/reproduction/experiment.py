@@ -17,8 +17,8 @@ from gpipe_cli.errors import InputError, NothingFitsError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.computed import COMPUTED, IMPOSSIBLE
-from gpipe_cli.reproduction.presentation import EVERY_SCALE, ColumnSpec, Note, Values, filled, table_of
-from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, Scale, last_wins
+from gpipe_cli.reproduction.presentation import EVERY_SCALE, ColumnSpec, Note, Values, fill_template, make_table
+from gpipe_cli.reproduction.runner import DISABLE_P2P, Findings, Runner, Scale, keep_last
 
 UNKNOWN = dict.fromkeys(("samples", "samples_per_second"))  # what an impossible plan lacks
 
@@ -44,7 +44,7 @@ class Run:
     last_table: bool = False  # of the tables whose rows have enough devices here, only the last is measured
 
     def is_wanted(self, runner: Runner) -> bool:
-        given = self.unless_given is not None and runner.given(self.unless_given) is not None
+        given = self.unless_given is not None and runner.setting_value(self.unless_given) is not None
         return runner.scale in self.scales and not given
 
     def result(self, settings: Sequence[str], values: Values, runner: Runner) -> dict[str, Any]:
@@ -55,17 +55,17 @@ class Run:
             runner = replace(runner, settings=())
         templates = (
             *self.settings,
-            *(self.desk if runner.desk else ()),
+            *(self.desk if runner.is_small else ()),
             *(self.smoke if runner.scale == "smoke" else ()),
         )
-        filled_in = [text for template in templates if (text := filled(template, values)) is not None]
-        settings = last_wins((*settings, *filled_in))
+        filled_in = [text for template in templates if (text := fill_template(template, values)) is not None]
+        settings = keep_last((*settings, *filled_in))
         runner = runner.without(*self.without)
         if self.command == "simulated":
-            plan = runner.simulated(*settings)
+            plan = runner.simulate_plan(*settings)
             return {"samples": plan.samples, "samples_per_second": plan.samples_per_second}
-        folder = "_".join(text for part in self.folder or (self.name,) if (text := filled(part, values)))
-        with _through_host() if self.slow_links else contextlib.nullcontext():
+        folder = "_".join(text for part in self.folder or (self.name,) if (text := fill_template(part, values)))
+        with _exchange_through_host() if self.slow_links else contextlib.nullcontext():
             result: dict[str, Any] = getattr(runner, self.command)(folder, *settings)
         if self.command == "bench" and not self.each_row:
             (result,) = result["rows"]
@@ -73,7 +73,7 @@ class Run:
 
     def devices(self, runner: Runner) -> int:
         """The number of devices on which rows are measured."""
-        return 0 if self.slow_links and (runner.desk or len(runner.gpus) < 2) else runner.devices
+        return 0 if self.slow_links and (runner.is_small or len(runner.gpus) < 2) else runner.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class Experiment:
              "number": number if len(self.tables) > 1 else None}
             for number, table in enumerate(shown, start=1)
         ]  # fmt: skip
-        runner = self._checked(runner, [row for table in tables for row in table["rows"]])
+        runner = self._apply_required(runner, [row for table in tables for row in table["rows"]])
         results: dict[str, Any] = {**(self.values or {}), "tables": tables, "folder": runner.folder}
-        results["comparable"] = runner.scale in self.compared_at and not runner.changed(*self.harmless)
+        results["comparable"] = runner.scale in self.compared_at and not runner.incomparable_settings(*self.harmless)
         for each_row, group in groupby(self.runs, lambda run: run.each_row):
             runs = [run for run in group if run.is_wanted(runner)]
             if each_row:
@@ -148,20 +148,22 @@ class Experiment:
                 rows = [ChainMap(row, values, results) for row in members]
                 columns = [column for column in table.columns or self.columns if scale in column.scales]
                 if rows:
-                    yield table_of(table.title, columns, rows, results["comparable"])
+                    yield make_table(table.title, columns, rows, results["comparable"])
 
-    def _checked(self, runner: Runner, rows: Sequence[Values]) -> Runner:
+    def _apply_required(self, runner: Runner, rows: Sequence[Values]) -> Runner:
         """The runner without required settings that are given as null. Raises InputError for a refused setting, and at
         the paper's scale for a required setting that is missing."""
-        for setting in runner.users:
+        for setting in runner.user_settings:
             key = key_of(setting)
             if self.refused is not None and key in self.refused:
                 values = [*dict.fromkeys(str(row[key]) for row in rows if key in row)]
                 why = self.refused[key].format(values=", ".join(values), last=values[-1] if values else "")
                 raise InputError(f"{setting.lstrip('+')}: {why}; leave it out")
-        missing = {key: why for key, why in (self.required or {}).items() if runner.given(key) in (None, "null")}
+        missing = {
+            key: why for key, why in (self.required or {}).items() if runner.setting_value(key) in (None, "null")
+        }
         for key, why in missing.items():
-            if not runner.desk:
+            if not runner.is_small:
                 raise InputError(f"{key}=null: {why}")
         return runner.without(*missing)
 
@@ -228,16 +230,16 @@ def _devices(row: Values) -> int:
 
 
 @contextlib.contextmanager
-def _through_host() -> Iterator[None]:
+def _exchange_through_host() -> Iterator[None]:
     """Make the GPUs of commands exchange tensors through host memory. Commands inherit the environment variable;
     workers inherit that of their fork server, which is therefore restarted."""
-    before = os.environ.get(THROUGH_HOST)
+    before = os.environ.get(DISABLE_P2P)
     fork_server.kill()
-    os.environ[THROUGH_HOST] = "1"
+    os.environ[DISABLE_P2P] = "1"
     try:
         yield
     finally:
         fork_server.kill()
-        del os.environ[THROUGH_HOST]
+        del os.environ[DISABLE_P2P]
         if before is not None:
-            os.environ[THROUGH_HOST] = before
+            os.environ[DISABLE_P2P] = before

@@ -14,8 +14,8 @@ from gpipe_cli.reproduction.runner import Runner
 from gpipe_cli.results.files import read_result
 from gpipe_cli.units import size
 
-_LIMIT = "hardware.memory_gib"
-_SOLVED = "++solve=max_model"  # `++`, as the file of a recipe has no such key
+_MEMORY_LIMIT = "hardware.memory_gib"
+_SOLVE_MAX_MODEL = "++solve=max_model"  # `++`, as the file of a recipe has no such key
 BYTES = {"GB": 10**9, "GiB": 2**30}
 Row = dict[str, Any]
 
@@ -33,20 +33,22 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
         sizes, precisions, wanted = sizes[:1], precisions[:1], wanted[:1]
     trained = [row for k, naive in wanted if (row := train(k, naive, results, runner))]
     paper = runner.with_settings().without("cost")  # no layer of that size is timed on this device
-    planned = [_planned(at, model, results, paper) for at, model in enumerate(sizes)]
-    assumptions = [(precision, more) for precision in precisions for more in (f"{_LIMIT}=null", "batch_size=auto")]
+    planned = [_plan_paper_model(at, model, results, paper) for at, model in enumerate(sizes)]
+    assumptions = [
+        (precision, more) for precision in precisions for more in (f"{_MEMORY_LIMIT}=null", "batch_size=auto")
+    ]
     naive = [row for assumed in assumptions if (row := naive_activations(*assumed, results, paper))]
-    _relate(planned, "parameters", "largest_parameters")
-    _relate(trained, "paper", "parameters")
+    _add_ratios(planned, "parameters", "largest_parameters")
+    _add_ratios(trained, "paper", "parameters")
     results |= {"planned": planned, "naive": naive, "trained": trained, "name": sizes[0]["name"]}
     results["paper_activations"] = sizes[0]["activations"]
     results["largest"] = planned if any(row["largest_parameters"] is not None for row in planned) else []
     results["first"] = next((row["name"] for row in planned if row["largest_parameters"] is not None), None)
-    results["precision"] = runner.given("precision") or "float32"
+    results["precision"] = runner.setting_value("precision") or "float32"
     results["hardware"] = planned[0]["plan"]["hardware"]["name"]
-    _say_what_does_not_fit(planned, results, paper)
-    _say_what_is_nearest(sizes[0]["activations"], naive, results)
-    results["where"] = "at a desk" if runner.desk else "here"
+    _note_what_does_not_fit(planned, results, paper)
+    _note_nearest_assumption(sizes[0]["activations"], naive, results)
+    results["where"] = "at a desk" if runner.is_small else "here"
     results["last"] = trained[-1] if len(trained) > 1 else None
     results["trained_first"] = trained[0]["name"] if trained else None
     results["exact"] = sum(row["planned"] is not None and row["planned"] == row["counted"] for row in trained)
@@ -56,7 +58,7 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
     return ()
 
 
-def _relate(rows: Sequence[Row], paper: str, ours: str) -> None:
+def _add_ratios(rows: Sequence[Row], paper: str, ours: str) -> None:
     """Counts of parameters relative to the first row that has a count of ours."""
     base = next((row for row in rows if row[ours] is not None), None)
     for row in rows:
@@ -64,11 +66,11 @@ def _relate(rows: Sequence[Row], paper: str, ours: str) -> None:
             row[name] = row[key] / base[key] if base and row[key] is not None and base[key] else None
 
 
-def _say_what_does_not_fit(planned: Sequence[Row], results: dict[str, Any], runner: Runner) -> None:
-    given = runner.given(_LIMIT)
+def _note_what_does_not_fit(planned: Sequence[Row], results: dict[str, Any], runner: Runner) -> None:
+    given = runner.setting_value(_MEMORY_LIMIT)
     limit_bytes = (float(given) if given else load_hardware(results["hardware"]).memory_gib or 0.0) * 2**30
     results["accelerators"] = "the paper's accelerators"
-    if runner.changed():
+    if runner.incomparable_settings():
         results["accelerators"] = f"{results['hardware']} with the given settings"
     unfit = {row["name"]: row["fullest"] for row in planned if row["fits"] == "no"}
     alone = [name for name, m in unfit.items() if m["total_bytes"] - m["gradients_bytes"] <= limit_bytes]
@@ -77,7 +79,7 @@ def _say_what_does_not_fit(planned: Sequence[Row], results: dict[str, Any], runn
     results["none_fits"] = ", ".join(row["name"] for row in planned if row["largest_parameters"] is None) or None
 
 
-def _say_what_is_nearest(paper: float, naive: Sequence[Row], results: dict[str, Any]) -> None:
+def _note_nearest_assumption(paper: float, naive: Sequence[Row], results: dict[str, Any]) -> None:
     """Which of the assumptions comes closest to the paper's number."""
     assumptions = [(f"{row['precision']}, N = {row['samples']}", row["activations"]) for row in naive]
     assumptions += [
@@ -96,7 +98,7 @@ def train(partitions: int, naive: bool, results: Mapping[str, Any], runner: Runn
     name = f"{'Naive' if naive else 'Pipeline'}-{partitions}"
     cell = _cell(partitions, naive, results)
     folder = f"here_{name.lower()}"
-    largest = _grown(results["grown"], _plan(runner, f"{folder}_largest", *cell, _SOLVED))
+    largest = _largest_size(results["grown"], _plan(runner, f"{folder}_largest", *cell, _SOLVE_MAX_MODEL))
     if largest is None:
         return None
     grown = runner.without(key_of(largest))
@@ -107,29 +109,29 @@ def train(partitions: int, naive: bool, results: Mapping[str, Any], runner: Runn
     paper = [model["parameters"] for model in results["sizes"] if model["name"] == name]
     return {
         "name": name,
-        "size": shown(plan),
+        "size": size_in_name(plan),
         "parameters": plan["parameters"],
         "paper": paper[0] if paper else None,
-        "fullest": fullest(plan),
+        "fullest": max_stage_bytes(plan),
         "planned": planned,
         "counted": counted,
         "planned_activations": None if planned is None else sum(planned),
         "counted_activations": None if counted is None else sum(counted),
-        "apart": None if planned is None or counted is None else _apart(sum(counted) - sum(planned)),
+        "apart": None if planned is None or counted is None else _difference_text(sum(counted) - sum(planned)),
     }
 
 
-def _apart(off: int) -> str:
+def _difference_text(off: int) -> str:
     return "0 B" if not off else f"{'+' if off > 0 else '-'}{size(abs(off))}"
 
 
-def _planned(at: int, model: Row, results: Mapping[str, Any], runner: Runner) -> Row:
+def _plan_paper_model(at: int, model: Row, results: Mapping[str, Any], runner: Runner) -> Row:
     """The plan of a model of the paper, without a memory limit if it does not fit; and the largest that does."""
     settings = *model["settings"], *_cell(model["partitions"], at == 0, results)
     folder = f"planned_{at + 1}"
     fitting = _plan(runner, folder, *settings)
-    plan = fitting or runner.without(_LIMIT).plan(folder, *settings, f"{_LIMIT}=null")
-    largest = _plan(runner, f"largest_{at + 1}", *settings, _SOLVED)
+    plan = fitting or runner.without(_MEMORY_LIMIT).plan(folder, *settings, f"{_MEMORY_LIMIT}=null")
+    largest = _plan(runner, f"largest_{at + 1}", *settings, _SOLVE_MAX_MODEL)
 
     def amount(*parts: str) -> float:
         """The memory of these parts, such as `weights`, summed over all stages, in the unit of the table."""
@@ -143,11 +145,11 @@ def _planned(at: int, model: Row, results: Mapping[str, Any], runner: Runner) ->
         "planned_model": amount("weights", "optimizer"),
         "with_gradients": amount("weights", "optimizer", "gradients"),
         "planned_activations": amount("activations", "workspace"),
-        "fullest": fullest(plan),
+        "fullest": max_stage_bytes(plan),
         "paper_fits": "yes",  # the paper trained it
         "fits": "no" if fitting is None else "yes",
         "largest_parameters": None if largest is None else largest["parameters"],
-        "largest_size": None if largest is None else shown(largest),
+        "largest_size": None if largest is None else size_in_name(largest),
     }
 
 
@@ -161,7 +163,7 @@ def naive_activations(precision: str, more: str, results: Mapping[str, Any], run
     cell = _cell(1, True, results)
     settings = *results["sizes"][0]["settings"], *cell, halves, f"precision={precision}", more
     try:
-        simulated = runner.without(key_of(more)).simulated(*settings)
+        simulated = runner.without(key_of(more)).simulate_plan(*settings)
     except NothingFitsError:
         return None
     (stage,) = simulated.plan.memory
@@ -191,7 +193,7 @@ def _plan(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | None:
         return None
 
 
-def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
+def _largest_size(key: str, plan: Mapping[str, Any] | None) -> str | None:
     """The largest value of the size ``key`` that fits, as a setting; None if there is none.
 
     Growing another size may give more parameters, but only models that differ in a single size can be compared.
@@ -204,12 +206,12 @@ def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
     return None
 
 
-def shown(plan: Mapping[str, Any]) -> str:
+def size_in_name(plan: Mapping[str, Any]) -> str:
     """The size in a model's name: `(18, 48)` of AmoebaNet-D (18, 48), `103` of Transformer-103, of any width."""
     name = str(plan["model_name"])
     return name[name.index("(") :] if "(" in name else name.partition("-")[2].partition(" ")[0]
 
 
-def fullest(plan: Mapping[str, Any]) -> Mapping[str, int]:
+def max_stage_bytes(plan: Mapping[str, Any]) -> Mapping[str, int]:
     """The memory of the stage that needs the most, in bytes."""
     return max((stage["memory"] for stage in plan["stages"]), key=lambda memory: int(memory["total_bytes"]))

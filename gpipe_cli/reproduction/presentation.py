@@ -2,7 +2,7 @@
 
 A key such as `trained.test.top1` names a value: of the row, else of its table, else of the whole experiment, where each
 run has its result under its own name. Titles, notes, folders and settings are templates: `{trained.steps:plural step}`
-is the value of a key in one of the formats of ``formatted``.
+is the value of a key in one of the formats of ``format_cell``.
 """
 
 import string
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.config.typed import quoted
+from gpipe_cli.config.schema import quote
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.summary import describe_speed_kind
 from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
@@ -40,16 +40,18 @@ class ColumnSpec:
     scales: tuple[Scale, ...] = EVERY_SCALE
 
     def values(self, rows: Sequence[Values]) -> list[Any]:
-        values = [value_of(row, filled(self.key, row) or "") for row in rows]
+        values = [look_up(row, fill_template(self.key, row) or "") for row in rows]
         texts = not self.format  # may be templates, too
         return [
-            filled(value, row) if texts and isinstance(value, str) else value
+            fill_template(value, row) if texts and isinstance(value, str) else value
             for value, row in zip(values, rows, strict=True)
         ]
 
     def column(self, values: Sequence[Any], rows: Sequence[Values], heading: str) -> Column:
-        formats = [filled(self.format, row) or "" for row in rows]
-        cells = [NONE if value is None else formatted(value, form) for value, form in zip(values, formats, strict=True)]
+        formats = [fill_template(self.format, row) or "" for row in rows]
+        cells = [
+            NONE if value is None else format_cell(value, form) for value, form in zip(values, formats, strict=True)
+        ]
         programs = [None if isinstance(value, str) else value for value in values]
         plain = not self.origin or not self.format or "{" in self.format
         return Column(
@@ -58,18 +60,18 @@ class ColumnSpec:
 
     def differences(self, ours: "ColumnSpec", rows: Sequence[Values], comparable: bool) -> Column:
         """The difference of each row from the number ``minus``; `-` if a number is missing or not ``comparable``."""
-        heading = filled(self.heading, rows[0]) or ""
+        heading = fill_template(self.heading, rows[0]) or ""
         cells = []
         unit = " %" if self.ratio and "%" not in heading else ""
         for row, number in zip(rows, ours.values(rows), strict=True):
-            theirs = value_of(row, self.minus or "")
+            theirs = look_up(row, self.minus or "")
             if not (comparable or self.always) or isinstance(number, str) or None in (number, theirs):
                 cells.append(NONE)
                 continue
-            times = 100 if (filled(ours.format, row) or "").endswith("%") else 1
+            times = 100 if (fill_template(ours.format, row) or "").endswith("%") else 1
             off = 100 * number / theirs - 100 if self.ratio else times * number - times * theirs
             cells.append(f"{round(off, self.digits) + 0.0:+.{self.digits}f}{unit}")
-        return Column(heading, "difference", cells, minuend=filled(ours.heading, rows[0]))
+        return Column(heading, "difference", cells, minuend=fill_template(ours.heading, rows[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +84,28 @@ class Note:
     when: str | None = None  # the line is left out unless this value is true
 
     def lines(self, results: Values) -> Iterator[tuple[str, str]]:
-        for member in [{}] if self.each is None else value_of(results, self.each) or []:
+        for member in [{}] if self.each is None else look_up(results, self.each) or []:
             values = ChainMap(member, {**results})
-            if self.when is None or value_of(values, self.when):
-                text = filled(self.text, values)
+            if self.when is None or look_up(values, self.when):
+                text = fill_template(self.text, values)
                 if text is not None:
                     yield self.label, text
 
 
-def table_of(title: str, columns: Sequence[ColumnSpec], rows: Sequence[Values], comparable: bool) -> Table:
+def make_table(title: str, columns: Sequence[ColumnSpec], rows: Sequence[Values], comparable: bool) -> Table:
     """A table; ``comparable``: whether differences are taken. A row is left out if its value `when` is missing."""
-    rows = [row for row in rows if "when" not in row or value_of(row, row["when"]) is not None]
+    rows = [row for row in rows if "when" not in row or look_up(row, row["when"]) is not None]
     filled_columns = []
     for column in columns:
         values = column.values(rows)
-        if column.needs is not None and all(value_of(row, column.needs) is None for row in rows):
+        if column.needs is not None and all(look_up(row, column.needs) is None for row in rows):
             continue
         if column.minus is None:
-            filled_columns.append(column.column(values, rows, filled(column.heading, rows[0]) or ""))
+            filled_columns.append(column.column(values, rows, fill_template(column.heading, rows[0]) or ""))
         else:
             ours = next((other for other in columns if other.key == column.key and other.minus is None), column)
             filled_columns.append(column.differences(ours, rows, comparable))
-    return Table(filled(title, rows[0]) or "", filled_columns)
+    return Table(fill_template(title, rows[0]) or "", filled_columns)
 
 
 class _MissingError(Exception):
@@ -112,15 +114,15 @@ class _MissingError(Exception):
 
 class _Template(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        return value_of(kwargs, field_name), field_name
+        return look_up(kwargs, field_name), field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
             raise _MissingError
-        return formatted(value, format_spec)
+        return format_cell(value, format_spec)
 
 
-def filled(template: str, values: Values) -> str | None:
+def fill_template(template: str, values: Values) -> str | None:
     """The text of a template; None if any of its values is missing."""
     try:
         return _Template().vformat(template, (), values)
@@ -130,7 +132,7 @@ def filled(template: str, values: Values) -> str | None:
         raise InputError(f"{template}: cannot be filled in: {error}") from error
 
 
-def value_of(values: Values, key: str) -> Any:
+def look_up(values: Values, key: str) -> Any:
     """The value of a dotted key; None if there is none. Raises InputError if a result has other values only."""
     first, *rest = key.split(".")
     value = values.get(first)
@@ -143,7 +145,7 @@ def value_of(values: Values, key: str) -> Any:
     return value
 
 
-def formatted(value: Any, form: str) -> str:
+def format_cell(value: Any, form: str) -> str:
     """A value as text, by `plural sample`, a name in ``FORMATS``, a format of shares, `.1%`, or a format of Python,
     `,.2f`. Words in place of a number stay as they are."""
     noun = form.removeprefix("plural ")
@@ -165,7 +167,7 @@ def _mini_batch(result: Values) -> str:
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "count": count,
     "size": size,
-    "quoted": quoted,
+    "quoted": quote,
     "speed kind": describe_speed_kind,
     "mini-batch": _mini_batch,
     "figures": lambda value: f"{value:,.{max(0, 3 - len(str(int(value)))) if value >= 1 else 3}f}",

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.reproduction.runner import Runner
-from gpipe_cli.reproduction.simulated import Simulated
+from gpipe_cli.reproduction.simulated import SimulatedPlan
 from gpipe_cli.units import GIB, plural
 
 
@@ -29,7 +29,7 @@ def published(results: dict[str, Any], runner: Runner) -> tuple[()]:
         off = list[float]()
         ratios = list[float]()
         for table in source["tables"]:
-            rows = [_planned(cell, table, results, runner) for cell in table["cells"]]
+            rows = [_plan_cell(cell, table, results, runner) for cell in table["cells"]]
             for row in rows:
                 row["off"] = row["ours"] / row["published"] - 1
                 if table.get("speed_up"):
@@ -49,11 +49,11 @@ def published(results: dict[str, Any], runner: Runner) -> tuple[()]:
     return ()
 
 
-def _planned(cell: dict[str, Any], table: dict[str, Any], results: dict[str, Any], runner: Runner) -> dict[str, Any]:
+def _plan_cell(cell: dict[str, Any], table: dict[str, Any], results: dict[str, Any], runner: Runner) -> dict[str, Any]:
     """A row with the figure of its plan, and the bytes that its stages send in the forwards of a micro-batch."""
     from gpipe_cli.pipeline.runtime.routes import forward_bytes  # imports torch, which listing recipes avoids
 
-    simulated = runner.simulated(*f"{results['settings']} {table['settings']} {cell['settings']}".split())
+    simulated = runner.simulate_plan(*f"{results['settings']} {table['settings']} {cell['settings']}".split())
     boundaries = [simulated.profile.costs[end - 1].outputs for _, end in simulated.plan.bounds[:-1]]
     straight, through = forward_bytes(boundaries, simulated.plan.samples, simulated.profile.lengths)
     return {
@@ -67,7 +67,7 @@ def _planned(cell: dict[str, Any], table: dict[str, Any], results: dict[str, Any
     }
 
 
-def _figure(simulated: Simulated, unit: str) -> float:
+def _figure(simulated: SimulatedPlan, unit: str) -> float:
     """The simulated speed of a cell, or its planned memory, in its unit."""
     gpus = len(set(simulated.plan.device_of_stage)) * simulated.config.replicas
     match unit:

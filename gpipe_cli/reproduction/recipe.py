@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.config.settings import flattened, key_of, load_recipe, owner
-from gpipe_cli.config.typed import typed
-from gpipe_cli.errors import InputError, InvalidSettingError, show
+from gpipe_cli.config.did_you_mean import suggest_nearest
+from gpipe_cli.config.schema import parse_config
+from gpipe_cli.config.settings import flatten, key_of, load_recipe, only_command_of
+from gpipe_cli.errors import InputError, InvalidSettingError, format_value
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.experiment import Experiment
-from gpipe_cli.reproduction.runner import FOLDER, Gpu, Runner, Scale, last_wins
+from gpipe_cli.reproduction.runner import RECIPES_DIR, Gpu, Runner, Scale, keep_last
 from gpipe_cli.system.machine import cpu_model, usable_cores
 from gpipe_cli.units import plural, size
 
@@ -58,7 +58,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class SmallScale:
     """The settings of the same experiment on two CPU cores."""
 
     settings: tuple[str, ...]  # replace the recipe's own: `batch_size=32`
@@ -82,7 +82,7 @@ class Recipe:
     source: str  # table and version of the paper
     hardware: str  # the hardware that the paper used
     needs: Needs
-    desk: Desk
+    desk: SmallScale
     smoke: tuple[str, ...]  # settings added to the desk's, so that the recipe runs within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
     experiment: Experiment
@@ -95,7 +95,7 @@ class Recipe:
             case "desk":
                 return self.desk.settings
             case "smoke":
-                return last_wins((*self.desk.settings, *self.smoke))
+                return keep_last((*self.desk.settings, *self.smoke))
 
     def check(self, given: Sequence[str]) -> None:
         """Raises InputError for a setting without effect: any key below `recipe`, and a setting of a single command,
@@ -104,8 +104,8 @@ class Recipe:
             key = key_of(setting)
             if key.partition(".")[0] == "recipe":
                 raise InputError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
-            if owner(setting) is not None and key not in self.keys:
-                belongs = f"{self.name} does not take this setting of gpipe {owner(setting)}"
+            if only_command_of(setting) is not None and key not in self.keys:
+                belongs = f"{self.name} does not take this setting of gpipe {only_command_of(setting)}"
                 raise InputError(f"{setting}: {belongs}; leave it out")
 
     def reproduce(self, runner: Runner, why: str) -> Reproduction:
@@ -114,21 +114,21 @@ class Recipe:
         Raises InputError for bad input, as the commands do, and CommandFailedError if a command fails.
         """
         begin = time.monotonic()
-        scale, given = runner.scale, runner.users
+        scale, given = runner.scale, runner.user_settings
         try:
             findings = self.experiment.reproduce(runner)
         except InvalidSettingError as error:
             if not runner.commands:  # the recipe itself has refused the setting
                 raise
             command = [key_of(word) for word in shlex.split(runner.commands[-1]) if "=" in word]
-            line = explained(error, given, self.settings(scale), (*command, *self.keys))
+            line = explain_error(error, given, self.settings(scale), (*command, *self.keys))
             if scale == "paper" and self.needs.how is not None and error.key.startswith("dataset"):
                 line += f"; {self.needs.how}; scale=desk runs without it"
             raise InputError(line) from error
         notes = [("paper's", self.hardware), ("scale", f"{scale}: {why}")]
         if given:
             line = f"{' '.join(given)}: in every command"
-            if runner.changed():
+            if runner.incomparable_settings():
                 labels = "titles, scaled down, our choice, the paper's size"
                 line += f"; other statements about models and sizes ({labels})"
                 line += " describe the recipe without these settings"
@@ -163,37 +163,39 @@ class Recipe:
         )
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """The names of all recipes, in the order of the paper."""
 
     def place(name: str) -> tuple[int, str]:
         return next((at for at, prefix in enumerate(_ORDER) if name.startswith(prefix)), len(_ORDER)), name
 
-    return sorted((file.stem for file in FOLDER.glob("*.yaml")), key=place)
+    return sorted((file.stem for file in RECIPES_DIR.glob("*.yaml")), key=place)
 
 
-def load(name: str, folder: Path = FOLDER) -> Recipe:
+def read_recipe(name: str, folder: Path = RECIPES_DIR) -> Recipe:
     """The recipe in the file <name>.yaml of a folder. Raises InputError if there is none."""
-    recipes = names()
-    if folder == FOLDER and name not in recipes:
-        none = f"{show(name) or repr(name)}: there is no such recipe"
-        raise InputError(f"{none}{nearest(name, recipes)}; choose one of {', '.join(recipes)}")
+    recipes = recipe_names()
+    if folder == RECIPES_DIR and name not in recipes:
+        none = f"{format_value(name) or repr(name)}: there is no such recipe"
+        raise InputError(f"{none}{suggest_nearest(name, recipes)}; choose one of {', '.join(recipes)}")
     tree = load_recipe(folder / f"{name}.yaml")
     node = tree.pop("recipe")
     for parent, key in ((node["desk"], "settings"), (node, "smoke")):
-        parent[key] = [f"{setting}={show(value)}" for setting, value in parent[key].items()]
-    return typed(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flattened(tree))], **node})
+        parent[key] = [f"{setting}={format_value(value)}" for setting, value in parent[key].items()]
+    return parse_config(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flatten(tree))], **node})
 
 
-def explained(error: InvalidSettingError, users: Sequence[str], desk: Sequence[str], keys: Sequence[str]) -> str:
+def explain_error(
+    error: InvalidSettingError, user_settings: Sequence[str], desk: Sequence[str], keys: Sequence[str]
+) -> str:
     """The message of a refused setting, with the setting's origin if the user did not give it. ``desk``: the recipe's
     settings at this scale; ``keys``: the keys of its file and of the last command."""
     key = error.key
     at_desk = key in map(key_of, desk)
-    if key in map(key_of, users) or not (at_desk or key in keys):
+    if key in map(key_of, user_settings) or not (at_desk or key in keys):
         return str(error)
     place = f"a setting of this recipe{' at desk scale' if at_desk else ''}"
-    group = next((setting for setting in users if key_of(setting) == key.partition(".")[0]), None)
+    group = next((setting for setting in user_settings if key_of(setting) == key.partition(".")[0]), None)
     if group is None:
         return f"{error} ({place})"
     return f"{str(error).removesuffix('; leave it out')} ({place}, which does not go with {group})"

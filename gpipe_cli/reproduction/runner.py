@@ -15,25 +15,25 @@ from importlib import resources
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from gpipe_cli.config.pipeline_settings import Decides
-from gpipe_cli.config.settings import key_of, not_deciding, owner, replaced_batch
-from gpipe_cli.config.typed import quoted
+from gpipe_cli.config.pipeline_settings import Affects
+from gpipe_cli.config.schema import quote
+from gpipe_cli.config.settings import key_of, only_command_of, overridden_batch_key, settings_not_affecting
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reproduction.simulated import Simulate, Simulated
-from gpipe_cli.results.files import RESULT, read_result
+from gpipe_cli.reproduction.simulated import Simulate, SimulatedPlan
+from gpipe_cli.results.files import RESULT_FILE, read_result
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import duration
 
-FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
-THROUGH_HOST = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
+RECIPES_DIR = Path(str(resources.files("gpipe_cli.recipes")))
+DISABLE_P2P = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
 # Settings of groups, and of `gpipe bench`, that leave data and sizes as they are.
 _HARMLESS = ("dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds")
 Scale = Literal["smoke", "desk", "paper"]
 # Runs a command and writes its output to a file. Raises the command's InputError, or CommandFailedError.
-Perform = Callable[[Sequence[str], IO[str]], None]
+RunCommand = Callable[[Sequence[str], IO[str]], None]
 
 
 @dataclass(frozen=True)
@@ -60,44 +60,44 @@ class Runner:
     name: str  # the name of the recipe
     folder: Path  # the folder of all runs
     settings: tuple[str, ...]
-    perform: Perform
+    run_command: RunCommand
     simulate: Simulate
     progress: Callable[[str], None]  # prints a line for each command
     scale: Scale
-    users: tuple[str, ...] = ()  # the part of ``settings`` that the user gave
+    user_settings: tuple[str, ...] = ()  # the part of ``settings`` that the user gave
     machine: Sequence[Gpu] = ()  # the GPUs of this machine
-    recipes: Path = FOLDER  # the folder of the recipe's file
+    recipes: Path = RECIPES_DIR  # the folder of the recipe's file
     commands: list[str] = field(default_factory=list)  # all commands run so far, as a user types them
 
     @property
-    def desk(self) -> bool:
+    def is_small(self) -> bool:
         """Whether the runs are smaller than the paper's."""
         return self.scale != "paper"
 
     @property
     def gpus(self) -> Sequence[Gpu]:
         """The GPUs that commands may use."""
-        return () if self.given("device") == "cpu" else self.machine
+        return () if self.setting_value("device") == "cpu" else self.machine
 
     @property
     def devices(self) -> int:
         """The number of GPUs, or of cores if there are none: each stage is to have one of its own."""
         return len(self.gpus) or usable_cores()
 
-    def given(self, key: str) -> str | None:
+    def setting_value(self, key: str) -> str | None:
         """The value that every command gets for the setting `key`; None if ``settings`` has none."""
         return next((setting.partition("=")[2] for setting in self.settings if key_of(setting) == key), None)
 
-    def changed(self, *harmless: str) -> tuple[str, ...]:
+    def incomparable_settings(self, *harmless: str) -> tuple[str, ...]:
         """The user's settings that make numbers incomparable with the paper's; ``harmless``: more keys that change
         nothing in this experiment."""
-        kept = (*_HARMLESS, *not_deciding(Decides.SCALE), *harmless)
+        kept = (*_HARMLESS, *settings_not_affecting(Affects.SCALE), *harmless)
         prefixes = tuple(f"{key}." for key in kept)
-        return tuple(setting for setting in self.users if not f"{key_of(setting)}.".startswith(prefixes))
+        return tuple(setting for setting in self.user_settings if not f"{key_of(setting)}.".startswith(prefixes))
 
     def with_settings(self, *settings: str) -> "Runner":
         """A copy with ``settings`` in place of the scale's; without any, at the paper's size. The user's still win."""
-        return replace(self, settings=with_users(settings, self.users))
+        return replace(self, settings=add_user_settings(settings, self.user_settings))
 
     def without(self, *keys: str) -> "Runner":
         """A copy without these settings, the user's included: for commands that choose the values themselves."""
@@ -127,25 +127,31 @@ class Runner:
         """Run `gpipe plan`; returns the content of plan.json."""
         return self._run(["plan"], self.folder / name, "plan.json", *settings)
 
-    def simulated(self, *settings: str) -> Simulated:
+    def simulate_plan(self, *settings: str) -> SimulatedPlan:
         """The plan that `gpipe plan` makes of ``settings``, made in this process."""
-        given = [setting for setting in last_wins((*settings, *self.settings)) if owner(setting) in (None, "plan")]
+        given = [
+            setting for setting in keep_last((*settings, *self.settings)) if only_command_of(setting) in (None, "plan")
+        ]
         self.commands.append(f"gpipe {shlex.join(['plan', '-cd', str(self.recipes), '-cn', self.name, *given])}")
         return self.simulate(given)
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """Run `gpipe train` into ``folder / name``; returns the content of result.json."""
-        return self._run(["train"], self.folder / name, RESULT, *settings)
+        return self._run(["train"], self.folder / name, RESULT_FILE, *settings)
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
         """Evaluate the run in ``folder / name`` without training settings; returns the content of evaluate.json."""
         folder = self.folder / name
-        self._perform(["evaluate", f"run={quoted(folder)}", *settings], folder)
+        self._perform(["evaluate", f"run={quote(folder)}", *settings], folder)
         return read_result(folder, "evaluate.json")
 
     def _run(self, command: Sequence[str], folder: Path, file: str, *settings: str) -> dict[str, Any]:
-        given = [setting for setting in last_wins((*settings, *self.settings)) if owner(setting) in (None, command[0])]
-        place = f"{'hydra.sweep.dir' if command[0] == 'bench' else 'run_folder'}={quoted(folder)}"
+        given = [
+            setting
+            for setting in keep_last((*settings, *self.settings))
+            if only_command_of(setting) in (None, command[0])
+        ]
+        place = f"{'hydra.sweep.dir' if command[0] == 'bench' else 'run_folder'}={quote(folder)}"
         shown = [setting for setting in given if setting not in self.settings]  # those that differ
         arguments = [*command, "-cd", str(self.recipes), "-cn", self.name, *given, place]
         self._perform(arguments, folder, [*command, *shown])
@@ -153,7 +159,7 @@ class Runner:
 
     def _perform(self, arguments: Sequence[str], folder: Path, shown: Sequence[str] = ()) -> None:
         """``folder``: where the command writes its result; ``shown``: what to print in place of all arguments."""
-        environment = f"{THROUGH_HOST}=1 " if os.environ.get(THROUGH_HOST) == "1" else ""
+        environment = f"{DISABLE_P2P}=1 " if os.environ.get(DISABLE_P2P) == "1" else ""
         typed = f"{environment}gpipe {shlex.join(arguments)}"
         self.commands.append(typed)
         self.progress(f"runs         {' '.join(shown or arguments)}")
@@ -162,32 +168,34 @@ class Runner:
             log.write(f"\n$ {typed}\n")
             log.flush()
             try:
-                self.perform(arguments, log)
+                self.run_command(arguments, log)
             except CommandFailedError as error:
                 reason = _failure(folder) or error
                 raise CommandFailedError(f"{reason}; its output is in {self.folder / LOG}") from error
         self.progress(f"             {duration(time.monotonic() - begin)}")
 
 
-def last_wins(settings: Sequence[str]) -> tuple[str, ...]:
+def keep_last(settings: Sequence[str]) -> tuple[str, ...]:
     """One value for each setting, as Hydra refuses two: the last value, at the place of the first."""
     return tuple({key_of(setting): setting for setting in settings}.values())
 
 
-def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]:
+def add_user_settings(settings: Sequence[str], user_settings: Sequence[str]) -> tuple[str, ...]:
     """A recipe's ``settings`` and the user's, which win.
 
     As in the commands, whichever of `batch_size` and `batch_tokens` the user gives replaces the other.
     """
-    given = {key_of(setting): value for setting in users if (value := setting.partition("=")[2]) != "null"}
-    return last_wins((*(setting for setting in settings if key_of(setting) != replaced_batch(given)), *users))
+    given = {key_of(setting): value for setting in user_settings if (value := setting.partition("=")[2]) != "null"}
+    return keep_last(
+        (*(setting for setting in settings if key_of(setting) != overridden_batch_key(given)), *user_settings)
+    )
 
 
 def _failure(folder: Path) -> str:
     """Why a run (result.json) or the first failed row of a sweep (bench.json) failed; "" if neither file says."""
     try:
-        if (folder / RESULT).is_file():
-            return str(read_result(folder, RESULT).get("error") or "")
+        if (folder / RESULT_FILE).is_file():
+            return str(read_result(folder, RESULT_FILE).get("error") or "")
         rows = read_result(folder, "bench.json")["rows"]
     except (OSError, ValueError):  # the command failed before it wrote anything
         return ""

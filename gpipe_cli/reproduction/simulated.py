@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # recipes are listed without torch
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedPlan:
     """A plan as `gpipe plan` makes it from the figures of a device."""
 
     config: TrainConfig
@@ -28,19 +28,19 @@ class Simulated:
 # Takes settings of `gpipe plan`; returns its configuration and the keys that the plan chooses. Raises InputError.
 Configure = Callable[[Sequence[str]], tuple[TrainConfig, Sequence[str]]]
 # Takes settings of `gpipe plan`; returns its plan. Raises InputError as the command does.
-Simulate = Callable[[Sequence[str]], Simulated]
+Simulate = Callable[[Sequence[str]], SimulatedPlan]
 
 
-def simulating(configure: Configure) -> Simulate:
+def make_simulator(configure: Configure) -> Simulate:
     """A function from settings to a plan; ``configure`` turns the settings into a configuration."""
     from gpipe_cli.planner.auto_settings import choose
     from gpipe_cli.planner.cost_model import predicted_costs
     from gpipe_cli.planner.model_profile import profile_model
 
-    def simulate(settings: Sequence[str]) -> Simulated:
+    def simulate(settings: Sequence[str]) -> SimulatedPlan:
         config, auto = configure(settings)
         profile = profile_model(config)
-        plan = choose(config, auto, profile, predicted_costs, elsewhere=True)
-        return Simulated(plan.config, profile, plan, plan.step_samples)
+        plan = choose(config, auto, profile, predicted_costs, other_machine=True)
+        return SimulatedPlan(plan.config, profile, plan, plan.step_samples)
 
     return simulate

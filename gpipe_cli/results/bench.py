@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpipe_cli.results.tree import TEXT, to_tree
+from gpipe_cli.results.dict_conversion import TEXT_FIELD, to_dict
 
-BENCH = "bench.json"
-CSV = "bench.csv"
+BENCH_FILE = "bench.json"
+BENCH_CSV_FILE = "bench.csv"
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A cell: medians over the rounds in which it was measured. `measures.py` says what most of them are."""
+    """A cell: medians over the rounds in which it was measured. `metrics.py` says what most of them are."""
 
     settings: dict[str, Any]  # settings that the table varies
     partitions: int | str | None
@@ -39,8 +39,8 @@ class BenchRow:
     folders: tuple[str, ...]  # folders of the runs, beside bench.json
     resolved: dict[str, Any]  # values that differ between rows without being asked for, and those that `auto` became
     baseline: bool = False  # whether `relative` of all rows is to this row
-    tokens_per_second: float | None = field(default=None, metadata=TEXT)
-    tokens_per_second_quartiles: tuple[float, ...] | None = field(default=None, metadata=TEXT)
+    tokens_per_second: float | None = field(default=None, metadata=TEXT_FIELD)
+    tokens_per_second_quartiles: tuple[float, ...] | None = field(default=None, metadata=TEXT_FIELD)
 
     @property
     def text(self) -> bool:
@@ -52,9 +52,9 @@ class BenchRow:
         """The quartiles of the speed: tokens/s of text, samples/s of images."""
         return self.tokens_per_second_quartiles if self.text else self.samples_per_second_quartiles
 
-    def tree(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The row as bench.json has it."""
-        tree: dict[str, Any] = to_tree(self, self.text)
+        tree: dict[str, Any] = to_dict(self, self.text)
         return tree
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import read_json, write_whole
 
-RESULT = "result.json"
+RESULT_FILE = "result.json"
 
 
-def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
+def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT_FILE) -> None:
     """Writes `result` to ``folder / name`` in the format of `as_json`. Raises OSError if it cannot be written."""
     write_whole(folder / name, as_json(result))
 
@@ -25,7 +25,7 @@ def as_json(value: Any) -> str:
     return json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
 
 
-def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
+def read_result(folder: Path, name: str = RESULT_FILE) -> dict[str, Any]:
     """What `write_result` wrote. Raises OSError if it cannot be read, and InputError if it is not a JSON object."""
     path = folder / name
     try:

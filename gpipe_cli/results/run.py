@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from gpipe_cli.config.settings import TEXT_TASKS, Task
 from gpipe_cli.errors import InputError
-from gpipe_cli.results.files import RESULT, read_result, write_result
-from gpipe_cli.results.tree import IMAGES, TEXT, from_tree, to_tree
+from gpipe_cli.results.dict_conversion import IMAGE_FIELD, TEXT_FIELD, from_dict, to_dict
+from gpipe_cli.results.files import RESULT_FILE, read_result, write_result
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 
@@ -20,12 +20,12 @@ class Evaluation:
     step: int = 0  # optimizer steps done
     epoch: int = 0  # counted from 1
     loss: float | None = None  # mean cross-entropy in nats; None if it is not finite
-    top1: float | None = field(default=None, metadata=IMAGES)
-    top5: float | None = field(default=None, metadata=IMAGES)
-    perplexity: float | None = field(default=None, metadata=TEXT)
-    token_accuracy: float | None = field(default=None, metadata=TEXT)
+    top1: float | None = field(default=None, metadata=IMAGE_FIELD)
+    top5: float | None = field(default=None, metadata=IMAGE_FIELD)
+    perplexity: float | None = field(default=None, metadata=TEXT_FIELD)
+    token_accuracy: float | None = field(default=None, metadata=TEXT_FIELD)
     averaged: bool = False  # whether the weights were averaged over steps
-    tokens: int | None = field(default=None, metadata=TEXT)  # tokens that were predicted
+    tokens: int | None = field(default=None, metadata=TEXT_FIELD)  # tokens that were predicted
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Start:
     folder: str = ""  # the working directory, which relative paths start from; "" in a run of an older version
 
 
-def to_the_second(moment: datetime) -> str:
+def format_second(moment: datetime) -> str:
     """`moment` in ISO 8601, to the second."""
     return moment.isoformat(timespec="seconds")
 
@@ -167,10 +167,10 @@ class RunResult:
     versions: dict[str, Any] = field(default_factory=dict)  # package -> version
     hardware: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # all settings, nested
-    tokens_per_second: float | None = field(default=None, metadata=TEXT)
-    tokens_per_second_quartiles: tuple[float, float] | None = field(default=None, metadata=TEXT)
-    unigram_perplexity: float | None = field(default=None, metadata=TEXT)
-    global_batch_tokens: int | None = field(default=None, metadata=TEXT)
+    tokens_per_second: float | None = field(default=None, metadata=TEXT_FIELD)
+    tokens_per_second_quartiles: tuple[float, float] | None = field(default=None, metadata=TEXT_FIELD)
+    unigram_perplexity: float | None = field(default=None, metadata=TEXT_FIELD)
+    global_batch_tokens: int | None = field(default=None, metadata=TEXT_FIELD)
 
     @property
     def text(self) -> bool:
@@ -191,16 +191,16 @@ class RunResult:
 
 def write_run(folder: Path, result: RunResult) -> None:
     """Writes result.json. Raises OSError if it cannot be written."""
-    write_result(folder, to_tree(result, result.text))
+    write_result(folder, to_dict(result, result.text))
 
 
 def read_run_result(folder: Path) -> RunResult:
     """Reads result.json. Raises OSError, and InputError if it is not the result of a run."""
     tree = read_result(folder)
     try:
-        return from_tree(RunResult, tree)
+        return from_dict(RunResult, tree)
     except TypeError as error:
-        raise InputError(f"{folder / RESULT}: {error}, so it is not the result of a run; leave it out") from error
+        raise InputError(f"{folder / RESULT_FILE}: {error}, so it is not the result of a run; leave it out") from error
 
 
 def run_result_or_none(folder: Path) -> RunResult | None:

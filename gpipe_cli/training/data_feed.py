@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.assembly.build import find_data, max_lengths, open_data, pretrained_classes
-from gpipe_cli.config.groups import IMAGES, TEXTS, HuggingFaceConfig, TextConfig
+from gpipe_cli.config.groups import IMAGE_DATASETS, TEXT_DATASETS, HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import AUTO_BATCH, SplitName, TrainConfig
 from gpipe_cli.data.batches import MiniBatches, OutputLabels, Split, SplitIndex
 from gpipe_cli.data.cache import compute_digest
@@ -69,7 +69,7 @@ class SplitReader:
         asked, prefetched.gives_zeros = control.reason, True
 
         def reason() -> Stop:
-            unread = Stop.UNREAD if prefetched.gave_zeros else Stop.UNREADABLE
+            unread = Stop.SIGPIPE_EXIT if prefetched.gave_zeros else Stop.UNREADABLE
             return unread if prefetched.unreadable else asked()
 
         control.reason = reason
@@ -169,7 +169,7 @@ def _with_saved_tokenizer(
             raise InputError(f"{run / TOKENIZER}: there is no such folder; put back the tokenizer of the run")
         return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER))), OutputLabels()
     vocabulary = saved_vocabulary(run)
-    if vocabulary is None and not TEXTS[dataset.name].synthetic:
+    if vocabulary is None and not TEXT_DATASETS[dataset.name].synthetic:
         reason = "and with another, learned from the text that is there now, every token would mean something else"
         raise InputError(f"{run / VOCABULARY}: there is no such file, {reason}; put back that of the run")
     return config, OutputLabels(vocabulary)
@@ -311,7 +311,9 @@ class Data:
     def _unused_validation(self) -> Notes:
         """A line of the banner about a folder or a file `val` that is the test set, or that nothing uses."""
         dataset = self._config.dataset
-        has_validation_setting = (IMAGES | TEXTS)[dataset.name].folders and getattr(dataset, "test", None) is None
+        has_validation_setting = (IMAGE_DATASETS | TEXT_DATASETS)[dataset.name].folders and getattr(
+            dataset, "test", None
+        ) is None
         if not has_validation_setting or dataset.root is None or dataset.validation == VALIDATION_NAME:
             return ()
         for suffix in ("", ".tsv"):

@@ -25,7 +25,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, outputs_of, timm_name
 from gpipe_cli.assembly.loss import NO_TOTALS
-from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, choice_of
+from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, group_choice
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
 from gpipe_cli.data.images import centre_crop_ratio, find_images
 from gpipe_cli.data.micro_batches import micro_batch_sizes
@@ -97,7 +97,7 @@ def _file_metadata(config: ExportConfig, checkpoint: Path, model: nn.Sequential)
     arguments = _timm_arguments(run)
     index = read_index(checkpoint)
     facts: dict[str, Any] = {
-        "model": choice_of(run.model) if arguments is None else arguments["model_name"],
+        "model": group_choice(run.model) if arguments is None else arguments["model_name"],
         "settings": settings,
         "outputs": outputs_of(run),
         "dataset": run.dataset.name,

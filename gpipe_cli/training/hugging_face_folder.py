@@ -17,7 +17,7 @@ from gpipe_cli.models.preprocessing import RESAMPLE
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.system.files import put_in_place
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG_FILE, GENERATION = "config.json", "generation_config.json"
 MAX_SHARD_BYTES = 2**62  # bytes: a single file, as in all other formats
 
 
@@ -42,7 +42,7 @@ def write_folder(
             (Path(staging) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(staging) / name).write_bytes(content)
         # config.json last: no folder without it is read
-        written = sorted(Path(staging).rglob("*"), key=lambda path: path.name == CONFIG)
+        written = sorted(Path(staging).rglob("*"), key=lambda path: path.name == CONFIG_FILE)
         for path in [path for path in written if path.is_file()]:
             place = folder / path.relative_to(staging)
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.errors import InputError, show
+from gpipe_cli.errors import InputError, format_value
 from gpipe_cli.training.checkpoint.files import (
     CorruptCheckpointError,
     Progress,
@@ -33,8 +33,8 @@ def initial_progress(config: TrainConfig, source: Path | None) -> Progress:
         given, saved = getattr(config, setting), getattr(progress, setting)
         if given != saved:
             raise InputError(
-                f"{setting}={show(given)}: the run that is resumed has {setting}={show(saved)}, and its position in "
-                "the data means something else with another; leave the setting out"
+                f"{setting}={format_value(given)}: the run that is resumed has {setting}={format_value(saved)}, "
+                "and its position in the data means something else with another; leave the setting out"
             )
     return (
         progress

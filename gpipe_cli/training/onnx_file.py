@@ -15,7 +15,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import max_lengths, model_inputs, outputs_of
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.errors import InvalidSettingError, with_type
+from gpipe_cli.errors import InvalidSettingError, describe_error
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
 from gpipe_cli.units import size
 
@@ -49,7 +49,7 @@ def onnx_content(
         except Exception as error:  # from torch.export, the exporter, onnxruntime or the user's own layers
             while error.__cause__ is not None:
                 error = error.__cause__  # type: ignore[assignment]  # the exporter's own text is pages long
-            why = with_type(error)[:_MAX_SHOWN_CHARACTERS]
+            why = describe_error(error)[:_MAX_SHOWN_CHARACTERS]
         if not why:
             return content, any_batch
     raise InvalidSettingError(key, "onnx", f"this model cannot be exported ({why}); {use}")

@@ -16,7 +16,7 @@ import torch
 
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import NO_TOTALS, Totals
-from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, choice_of
+from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, group_choice
 from gpipe_cli.config.settings import DecodeConfig, SplitName, TrainConfig, to_yaml
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.splits import Splits
@@ -213,7 +213,7 @@ class Training:
         score, evaluated = self._evaluate_split(
             "test" if self.readers.validation is None else "validation", step, epoch
         )
-        if self.engine.control.stops() == Stop.UNREAD:
+        if self.engine.control.stops() == Stop.SIGPIPE_EXIT:
             return False
         best = is_best(score, progress)
         tested = events.EvalRecord(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
@@ -437,5 +437,7 @@ def _check_layers(engine: Engine, training: SplitReader, progress: Progress) -> 
         recomputing = build("gpipe", engine.spec.partitions, 1, "always")
         run_one_micro_batch(engine, MiniBatch(training, epoch, position), recomputing)
     for objection in chain.from_iterable(engine.control.collect(objections)):
-        raise InputError(f"model={choice_of(engine.config.model)}: {objection}; check_layers=false trains it as it is")
+        raise InputError(
+            f"model={group_choice(engine.config.model)}: {objection}; check_layers=false trains it as it is"
+        )
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

@@ -33,7 +33,7 @@ from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, new_group
-from gpipe_cli.errors import with_type
+from gpipe_cli.errors import describe_error
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, in_layout
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.tied_weights import trained_parameters
@@ -128,7 +128,7 @@ def run(
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            process.report(Failed(process.number, shorten(with_type(cause), 200, placeholder=" ...")))
+            process.report(Failed(process.number, shorten(describe_error(cause), 200, placeholder=" ...")))
         raise
     process.report(Ran(samples, tuple(seconds), peak_memory_bytes(device) - bytes_at_start))
     control.barrier()  # what the last step sent has arrived before a process ends

@@ -26,7 +26,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.loading import PrefetchedBatches, batch_requests
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited
-from gpipe_cli.errors import with_type
+from gpipe_cli.errors import describe_error
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import find_tracking_norms
@@ -176,10 +176,10 @@ def _failed(variant: Variant, error: Exception) -> Row:
         # the text does not name the micro-batch: which micro-batch fails first depends on the schedule
         action, layer = error.action, error.layer or None
         where = f"layer {layer}" if layer else f"{action.kind.name} of stage {action.stage}"
-        text = f"{where} raises {with_type(error.__cause__ or error).rstrip('.')}"
+        text = f"{where} raises {describe_error(error.__cause__ or error).rstrip('.')}"
         return Row(variant, "fails", None, layer, action.stage, action.micro_batch, text)
     if variant.executor == "pytorch":
-        return Row(variant, "fails", text=f"plain PyTorch raises {with_type(error)}")
+        return Row(variant, "fails", text=f"plain PyTorch raises {describe_error(error)}")
     raise error
 
 

@@ -28,8 +28,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from PIL import Image
 
 from gpipe_cli.cli import COMMANDS
+from gpipe_cli.config.schema import Range
 from gpipe_cli.config.settings import BenchSettings, PlanSettings, TrainConfig
-from gpipe_cli.config.typed import Within
 
 SECONDS = 120.0  # the limit for one command line; a machine may be busy
 TRAIN = {"train": TrainConfig, "plan": PlanSettings, "bench": BenchSettings}
@@ -124,9 +124,9 @@ def wrong_type(pick: random.Random) -> Arguments:
 
 
 def out_of_range(pick: random.Random) -> Arguments:
-    command, key, hint = one_of(pick, lambda h: get_origin(h) is Annotated and isinstance(get_args(h)[1], Within))
+    command, key, hint = one_of(pick, lambda h: get_origin(h) is Annotated and isinstance(get_args(h)[1], Range))
     kind, bounds = get_args(hint)
-    below = kind(bounds.least - (1 if kind is int else max(abs(bounds.least), 1.0)))
+    below = kind(bounds.minimum - (1 if kind is int else max(abs(bounds.minimum), 1.0)))
     return command, f"{key}={pick.choice([str(below), 'nan', 'inf', '-inf', '-' + '9' * 400, '1e400'])}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from commands import gpipe, new
 from commands import plan as plan_now
 
-from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.recipe import read_recipe
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.dependencies import ScheduleError, clock, grid
 from gpipe_cli.schedule.in_flight_memory import in_flight_counts
@@ -231,7 +231,7 @@ def _cure(answer: str, patient: str) -> str | None:
 
 def paper() -> dict[tuple[int, int], float]:
     """Table 2 of the paper (arXiv 1811.06965v5), Transformer-48: (K, M) -> speed relative to K = 2, M = 1."""
-    (table,) = load("table2_transformer").experiment.tables
+    (table,) = read_recipe("table2_transformer").experiment.tables
     return {(row["partitions"], row["micro_batches"]): row["paper"] for row in table.rows}
 
 

@@ -14,18 +14,18 @@ import yaml
 from training_runs import composed as tree
 from training_runs import configure as train
 
-from gpipe_cli.commands.evaluate import of_run
+from gpipe_cli.commands.evaluate import run_settings
 from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.train import requested, resumed
-from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.pipeline_settings import Decides
+from gpipe_cli.commands.train import make_request, resumed_config
+from gpipe_cli.config.groups import group_choice
+from gpipe_cli.config.pipeline_settings import Affects
 from gpipe_cli.config.settings import (
-    OF_INVOCATION,
+    PER_INVOCATION,
     BenchSettings,
     EvaluateSettings,
     TrainConfig,
-    deciding,
-    load,
+    load_run_config,
+    settings_affecting,
     to_yaml,
 )
 from gpipe_cli.errors import InputError
@@ -63,7 +63,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
     assert isinstance(config.gradient_clipping, float)
     assert config.dataset.augmentation.random_resized_crop == (0.5, 1.0)
     assert config.freeze == ("stem", "cell_0*", "taken")
-    assert load(save(config, tmp_path / "run")) == config
+    assert load_run_config(save(config, tmp_path / "run")) == config
     one = train("partition.balance=10", "partition.costs=2", "dataset.classes=3", "freeze=stem", "logger=mlflow")
     assert (one.partition.balance, one.partition.costs, one.dataset.classes) == ((10,), (2.0,), (3,))
     assert (one.freeze, one.logger) == (("stem",), ("mlflow",)), "a list of one member needs no brackets"
@@ -71,7 +71,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
     timm = train("model=timm", "model.name=resnet18", "freeze=[taken]", "model.pretrained=true")
     assert timm.freeze == ("taken",), "weights of timm count as taken"
     for config in (timm, train("model=hf", "model.name=a/b", "model.config={vocab_size: 9}")):  # both have any name
-        assert load(save(config, tmp_path / choice_of(config.model))) == config
+        assert load_run_config(save(config, tmp_path / group_choice(config.model))) == config
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_class_folders_are_counted_once(tmp_path: Path) -> None:
     config = train(*given)
     assert config.dataset.num_classes == 3
     (tmp_path / "train" / "fox").mkdir()
-    assert load(save(config, tmp_path / "run")).dataset.num_classes == 3
+    assert load_run_config(save(config, tmp_path / "run")).dataset.num_classes == 3
     assert train(*given, "dataset.num_classes=7").dataset.num_classes == 7
     # train and test were taken for two classes, which the model was blamed for
     assert train(*given, "dataset.test=0.2").dataset.num_classes == 4
@@ -144,49 +144,55 @@ def test_a_run_from_before_a_setting_can_be_resumed(tmp_path: Path) -> None:
     older = [line for line in lines if not line.startswith(tuple(f"{key}:" for key in since))]
     assert len(older) == len(lines) - len(since)
     (tmp_path / "config.yaml").write_text("".join(older))
-    assert load(tmp_path) == config
+    assert load_run_config(tmp_path) == config
 
 
 def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
     saved = train("partitions=3", "epochs=9", "dataset=cifar10", "dataset.root=/x", "model.filters=32", "max_steps=5")
     now = tree("resume=run", "micro_batches=8", "dataset=cifar10", "model.dropout=0.1")
-    config = resumed(saved, now, ["resume", "micro_batches", "dataset", "model.dropout"])
+    config = resumed_config(saved, now, ["resume", "micro_batches", "dataset", "model.dropout"])
     assert (config.partitions, config.epochs, config.micro_batches) == (3, 9, 8)
     assert config.dataset == saved.dataset  # the same choice, so the run's own settings
     assert config.model == replace(saved.model, dropout=0.1)
     assert config.resume == "run"
     assert config.max_steps is None  # where the run stopped is no setting of the run that goes on
-    other = resumed(saved, tree("dataset=cifar100", "dataset.root=/y"), ["dataset", "dataset.root"])
+    other = resumed_config(saved, tree("dataset=cifar100", "dataset.root=/y"), ["dataset", "dataset.root"])
     assert other.dataset == train("dataset=cifar100", "dataset.root=/y").dataset  # another choice: the whole group
 
 
 def test_what_is_given_of_a_cut_takes_the_place_of_the_run_s() -> None:
     by_rule, by_hand = train("partition.method=lingvo"), train("partition.balance=[4,8]")
     key = "partition.balance"
-    assert resumed(by_rule, tree(f"{key}=[4,8]"), [key]).partition == by_hand.partition
-    assert resumed(by_hand, tree("partition.method=lingvo"), ["partition.method"]).partition == by_rule.partition
+    assert resumed_config(by_rule, tree(f"{key}=[4,8]"), [key]).partition == by_hand.partition
+    assert resumed_config(by_hand, tree("partition.method=lingvo"), ["partition.method"]).partition == by_rule.partition
 
 
 def test_a_run_keeps_the_mini_batch_that_was_chosen_when_it_began(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(train("batch_size=52", "hardware.memory_gib=1")))
     given = {"batch_size": "auto", "resume": str(tmp_path), "epochs": 9}
-    request = requested(tree(*(f"{key}={value}" for key, value in given.items())), given)
+    request = make_request(tree(*(f"{key}={value}" for key, value in given.items())), given)
     assert (request.config.batch_size, request.config.epochs, request.auto) == (52, 9, ())
 
 
 def test_resume_with_other_partitions_drops_the_balance() -> None:
     saved = train("partition.balance=[4,8]")
-    assert resumed(saved, tree("epochs=9"), ["epochs"]).partition.balance == (4, 8)
-    assert resumed(saved, tree("partitions=3"), ["partitions"]).partition.balance is None
+    assert resumed_config(saved, tree("epochs=9"), ["epochs"]).partition.balance == (4, 8)
+    assert resumed_config(saved, tree("partitions=3"), ["partitions"]).partition.balance is None
     given = ["partitions", "partition.balance"]
-    assert resumed(saved, tree("partitions=3", "partition.balance=[4,4,4]"), given).partition.balance == (4, 4, 4)
+    assert resumed_config(saved, tree("partitions=3", "partition.balance=[4,4,4]"), given).partition.balance == (
+        4,
+        4,
+        4,
+    )
     several = train("partitions=6", "stages_per_process=3")
-    assert resumed(several, tree("partitions=3"), ["partitions"]).stages_per_process == 3
-    assert resumed(several, tree("partitions=2"), ["partitions"]).stages_per_process is None  # there are fewer stages
+    assert resumed_config(several, tree("partitions=3"), ["partitions"]).stages_per_process == 3
+    assert (
+        resumed_config(several, tree("partitions=2"), ["partitions"]).stages_per_process is None
+    )  # there are fewer stages
 
 
 def evaluate(run: Path, *overrides: str) -> Any:
-    return of_run(EvaluateSettings, tree(f"run='{run}'", *overrides, command="evaluate"))[1]
+    return run_settings(EvaluateSettings, tree(f"run='{run}'", *overrides, command="evaluate"))[1]
 
 
 def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
@@ -267,7 +273,9 @@ def test_a_transformer_brings_what_suits_it(overrides: str, expected: str) -> No
 
 def test_each_setting_says_what_depends_on_it() -> None:
     """In place of lists of names in six files, in some of which a new setting was silently wrong."""
-    assert all(isinstance(setting.metadata["decides"], Decides) for setting in fields(TrainConfig))
-    assert set(deciding(Decides.SECONDS)) <= set(deciding(Decides.LAYERS)), "what is timed is traced"
-    assert set(OF_INVOCATION) == {"resume", "max_restarts", "run_folder", "output", "dry_run", "quiet", "max_steps"}
-    assert {"partitions", "micro_batches", "seed", "threads"}.isdisjoint(deciding(Decides.LAYERS))
+    assert all(isinstance(setting.metadata["affects"], Affects) for setting in fields(TrainConfig))
+    assert set(settings_affecting(Affects.SECONDS)) <= set(settings_affecting(Affects.LAYERS)), (
+        "what is timed is traced"
+    )
+    assert set(PER_INVOCATION) == {"resume", "max_restarts", "run_folder", "output", "dry_run", "quiet", "max_steps"}
+    assert {"partitions", "micro_batches", "seed", "threads"}.isdisjoint(settings_affecting(Affects.LAYERS))

@@ -25,7 +25,7 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
     Nor does a run need its fork server once it has begun: for one that was stopped, and could not say how the workers
     ended, it waited for ever.
     """
-    of_run = spec_of(configure(*TINY), traced(*TINY))
+    run_settings = spec_of(configure(*TINY), traced(*TINY))
     servers: list[int] = []
 
     def on_message(message: object) -> None:
@@ -34,7 +34,7 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
             os.kill(servers[0], signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert run_task(until_asked, of_run, 60.0, on_message, stoppable=True) is None
+    assert run_task(until_asked, run_settings, 60.0, on_message, stoppable=True) is None
     (server,) = servers
     assert not Path("/proc", str(server)).exists()
 

@@ -25,7 +25,7 @@ from training_runs import assert_same_tensors
 
 import gpipe_cli
 from gpipe_cli import Pipeline
-from gpipe_cli.config.typed import typed
+from gpipe_cli.config.schema import parse_config
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.library import parts
@@ -385,7 +385,7 @@ def test_stages_are_placed_on_the_gpus_of_a_program(
         "micro_batches": 4, "schedule": "gpipe", "recompute": "never", "balance": None, "devices": None, "seed": 0,
         "graphs": True, "precision": "float32", "executor": "in_process" if rank is None else "distributed",
     }  # fmt: skip
-    layout = parts.place(typed(parts.Arguments, defaults | given), started)
+    layout = parts.place(parse_config(parts.Arguments, defaults | given), started)
     assert layout.seen_by(rank or 0).devices == tuple(f"cuda:{gpu}" for gpu in gpus.split())
 
 

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from training_runs import command, composed, configure
 
 from gpipe_cli.assembly.build import open_data
-from gpipe_cli.commands.composing import with_given
-from gpipe_cli.config.settings import load
+from gpipe_cli.commands.compose_config import apply_overrides
+from gpipe_cli.config.settings import load_run_config
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import read_result
 
@@ -81,7 +81,7 @@ def test_timm_s_weights_see_what_timm_shows_them(tmp_path: Path, capfd: pytest.C
     assert scaling("dataset=synthetic_images", f"init_from={run}") == (224, MEAN, DEVIATION, "bicubic")
     other = composed("dataset=synthetic_images").dataset
     for given in ({"dataset.mean": None}, {"dataset": other}):  # as a resumed run may have it
-        assert with_given(load(run), given).dataset.mean == MEAN  # type: ignore[union-attr]
+        assert apply_overrides(load_run_config(run), given).dataset.mean == MEAN  # type: ignore[union-attr]
 
 
 def test_images_are_scaled_by_the_interpolation_of_the_weights(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_folder_of_hugging_face_has_a_preprocessor(tmp_path: Path, capfd: pyte
 
     assert loss_of(run) == pytest.approx(loss_by(folder), rel=1e-5)
     assert loss_of(run) == pytest.approx(loss_by(run / "hf"), rel=1e-5)
-    assert load(run).dataset.mean == MEAN  # type: ignore[union-attr]
+    assert load_run_config(run).dataset.mean == MEAN  # type: ignore[union-attr]
     for changed, expected in (
         ({"do_normalize": False}, (16, (0, 0, 0), (1, 1, 1), "bicubic")),
         ({"do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}, (16, (0.2,) * 3, (1,) * 3, "bicubic")),

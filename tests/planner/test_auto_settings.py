@@ -61,14 +61,16 @@ def test_a_micro_batch_of_one_is_no_candidate_where_batch_norm_refuses_it() -> N
 
 
 def test_partitions_and_micro_batches_are_chosen_together(profile: ModelProfile) -> None:
-    plan = choose(configure(*SETTINGS), ["partitions", "micro_batches"], profile, with_overhead(0.0), elsewhere=True)
+    plan = choose(
+        configure(*SETTINGS), ["partitions", "micro_batches"], profile, with_overhead(0.0), other_machine=True
+    )
     config, (choice,) = plan.config, plan.choices
     assert choice.setting == "partitions, micro_batches"
     assert len(choice.candidates) == 4 * 5 - 5 * (len(profile.costs) < 8)
     assert (config.partitions, config.micro_batches) == (len(plan.balance), plan.micro_batches)
     assert choice.chosen.value == f"{config.partitions}, {config.micro_batches}"
     cut = configure(*SETTINGS, f"partition.balance=[1,{len(profile.costs) - 1}]")
-    plan = choose(cut, ["partitions"], profile, with_overhead(0.0), elsewhere=True)
+    plan = choose(cut, ["partitions"], profile, with_overhead(0.0), other_machine=True)
     (choice,) = plan.choices
     assert plan.config.partitions == 2
     assert sum(tried.plan is not None for tried in choice.candidates) == 1

@@ -9,7 +9,7 @@ from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.config.settings import load_hardware
-from gpipe_cli.errors import show
+from gpipe_cli.errors import format_value
 from gpipe_cli.planner.cost_model import (
     LayerSeconds,
     LayerTimes,
@@ -136,7 +136,7 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
     """The paper's optional c_i (section 2.1), on the command line or as an attribute of each layer."""
     given = [1, 0, 0, 1, 0.5, 0, 0.5, 3]
     costs, balances = [], []
-    for setting in ("", f"partition.costs={show(given)}", f"+model.arguments.costs={show(given)}"):
+    for setting in ("", f"partition.costs={format_value(given)}", f"+model.arguments.costs={format_value(given)}"):
         settings = (*CUSTOM, "partitions=2", *[setting] * bool(setting))
         config, profile = configure(*settings), traced(*settings)
         costs.append(predicted_costs(config, profile, layout_of(config)))

@@ -180,7 +180,7 @@ def test_a_skip_past_a_stage_is_none_of_its_outputs() -> None:
     config = configure(*settings)
     profile = profile_model(config)
     graphs, spec = plan_of(config, profile), make_pipeline_spec(config, profile)
-    cut = config.partition.by_hand(graphs.balance)
+    cut = config.partition.with_balance(graphs.balance)
     launched = plan_of(replace(config, graphs=False, partition=cut), profile)
     for k in range(3):
         sizes = sum(tensor.bytes(graphs.samples) * (1 + tensor.has_gradient) for tensor in spec.stage_outputs(k))

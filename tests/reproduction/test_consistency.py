@@ -9,8 +9,8 @@ from recipe_runs import TINY, column, experiment, real_runner
 
 from gpipe_cli.reproduction.computed import consistency
 from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors
-from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import Findings, last_wins
+from gpipe_cli.reproduction.recipe import read_recipe
+from gpipe_cli.reproduction.runner import Findings, keep_last
 
 ROWS = ({"partitions": 1, "seed": 0}, {"partitions": 3, "seed": 0}, {"partitions": 1, "seed": 1})
 
@@ -19,7 +19,7 @@ ROWS = ({"partitions": 1, "seed": 0}, {"partitions": 3, "seed": 0}, {"partitions
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     folder = tmp_path_factory.mktemp("consistency")
     small = (*TINY, "dataset.classes=[0,1]", "max_steps=2", "micro_batches=3")
-    settings = last_wins((*load("consistency").desk.settings, *small))
+    settings = keep_last((*read_recipe("consistency").desk.settings, *small))
     what = experiment("consistency")
     runs, spread = what.tables
     what = replace(what, tables=(replace(runs, rows=ROWS), spread))

@@ -8,8 +8,8 @@ from recipe_runs import HERE, answering, column, experiment, real_runner
 
 from gpipe_cli.errors import NothingFitsError
 from gpipe_cli.reproduction.largest_model import BYTES, naive_activations, train
-from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import last_wins
+from gpipe_cli.reproduction.recipe import read_recipe
+from gpipe_cli.reproduction.runner import keep_last
 
 MB = 10**6
 SIZES = [
@@ -91,7 +91,7 @@ def test_a_compiler_that_fuses_keeps_the_inputs_of_products_alone(tmp_path: Path
         f"model.width={width}", f"model.hidden={hidden}", f"model.length={length}", "model.heads=2",
         "dataset.vocabulary=50", f"batch_size={samples}", *HERE,
     )  # fmt: skip
-    values = load("table1_transformer").experiment.values
+    values = read_recipe("table1_transformer").experiment.values
     assert values is not None
     here = real_runner("table1_transformer", tmp_path, *tiny)
     layers = int(values["sizes"][0]["shown"])
@@ -104,9 +104,9 @@ def test_a_compiler_that_fuses_keeps_the_inputs_of_products_alone(tmp_path: Path
 
 
 def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(tmp_path: Path) -> None:
-    recipe = load("table1_transformer")
+    recipe = read_recipe("table1_transformer")
     tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
-    settings = last_wins((*recipe.desk.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
+    settings = keep_last((*recipe.desk.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
     here = real_runner("table1_transformer", tmp_path, *settings)
     row = train(1, True, recipe.experiment.values or {}, here)
     assert row is not None

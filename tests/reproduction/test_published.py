@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from recipe_runs import column, experiment, real_runner
 
-from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.recipe import read_recipe
 from gpipe_cli.reproduction.runner import Findings
 
 TINY = (
@@ -17,7 +17,7 @@ TINY = (
 
 
 def sources(name: str) -> list[dict[str, Any]]:
-    values = load(name).experiment.values
+    values = read_recipe(name).experiment.values
     assert values is not None
     found: list[dict[str, Any]] = values["sources"]
     return found

@@ -7,8 +7,8 @@ from typing import IO
 
 import pytest
 
-from gpipe_cli.commands.recipe_run import simulating_recipe
-from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, Runner, last_wins, with_users
+from gpipe_cli.commands.recipe_run import make_recipe_simulator
+from gpipe_cli.reproduction.runner import LOG, RECIPES_DIR, CommandFailedError, Runner, add_user_settings, keep_last
 
 
 def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users: str) -> Runner:
@@ -20,9 +20,9 @@ def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users:
         if error is not None:
             raise error
 
-    settings = last_wins(("model.filters=16", "threads=1", *users))
+    settings = keep_last(("model.filters=16", "threads=1", *users))
     return Runner(
-        "some_recipe", folder, settings, perform, simulating_recipe("breakdown"), lambda line: None, "desk", users
+        "some_recipe", folder, settings, perform, make_recipe_simulator("breakdown"), lambda line: None, "desk", users
     )
 
 
@@ -38,7 +38,7 @@ def test_the_users_settings_win_and_a_command_gets_only_its_own(tmp_path: Path) 
     planned, measured, trained = seen
     settings = planned[planned.index("-cn") + 2 :]
     assert settings == ["hardware=p40", "model.filters=16", "threads=2", f"run_folder='{tmp_path / 'a'}'"]
-    assert planned[:5] == ["plan", "-cd", str(FOLDER), "-cn", "some_recipe"]
+    assert planned[:5] == ["plan", "-cd", str(RECIPES_DIR), "-cn", "some_recipe"]
     assert "steps=3" in measured
     assert "steps=3" not in trained
 
@@ -58,14 +58,14 @@ def test_an_error_of_a_command_is_the_recipes(tmp_path: Path) -> None:
         with pytest.raises(CommandFailedError, match=words):
             here.bench("a", "partitions=1,2")
     log = (tmp_path / LOG).read_text(encoding="utf-8")
-    assert log.startswith(f"\n$ gpipe bench -m -cd {FOLDER} -cn some_recipe partitions=1,2 ")
+    assert log.startswith(f"\n$ gpipe bench -m -cd {RECIPES_DIR} -cn some_recipe partitions=1,2 ")
     assert log.endswith("said\n")
 
 
 def test_one_of_batch_size_and_batch_tokens_takes_the_place_of_the_other() -> None:
     """Of a recipe's `batch_tokens=1024` the user of `batch_size=16` knew nothing, and was told to add null."""
-    assert with_users(("seed=1", "batch_tokens=1024"), ("batch_size=16",)) == ("seed=1", "batch_size=16")
-    assert with_users(("batch_size=8",), ("+batch_tokens=64",)) == ("+batch_tokens=64",)
-    assert with_users(("batch_size=8",), ("batch_tokens=null",)) == ("batch_size=8", "batch_tokens=null")
+    assert add_user_settings(("seed=1", "batch_tokens=1024"), ("batch_size=16",)) == ("seed=1", "batch_size=16")
+    assert add_user_settings(("batch_size=8",), ("+batch_tokens=64",)) == ("+batch_tokens=64",)
+    assert add_user_settings(("batch_size=8",), ("batch_tokens=null",)) == ("batch_size=8", "batch_tokens=null")
     both = ("batch_size=16", "batch_tokens=64")
-    assert set(with_users(("batch_tokens=8",), both)) == set(both)  # the commands say what is wrong with that
+    assert set(add_user_settings(("batch_tokens=8",), both)) == set(both)  # the commands say what is wrong with that

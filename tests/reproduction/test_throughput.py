@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from recipe_runs import answering, column, experiment
 
-from gpipe_cli.commands.recipe_run import simulating_recipe
+from gpipe_cli.commands.recipe_run import make_recipe_simulator
 from gpipe_cli.errors import InputError
 from gpipe_cli.reproduction import runner
 from gpipe_cli.reproduction.experiment import Experiment, TableSpec
@@ -135,7 +135,7 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
 def test_the_papers_tables_are_as_near_as_we_say(name: str, most: tuple[float, ...], within: float | None) -> None:
     """The mean difference from the paper of each model's cells with Lingvo's cut; `within`: the largest relative
     difference with M = 32."""
-    recipe, simulate = experiment(name), simulating_recipe(name)
+    recipe, simulate = experiment(name), make_recipe_simulator(name)
     assert recipe.values is not None
     for table, least in zip(recipe.tables, most, strict=True):
         speeds = []

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from recipe_runs import HERE, answering, column, experiment, real_runner
 
-from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import last_wins
+from gpipe_cli.reproduction.recipe import read_recipe
+from gpipe_cli.reproduction.runner import keep_last
 from gpipe_cli.results.files import read_result
 
 FIRST, OTHERS = "dataset.classes=[0,1,2,3,4]", "dataset.classes=[5,6,7,8,9]"  # of transfer_cifar10
 
 
 def settings(name: str, *given: str) -> tuple[str, ...]:
-    return last_wins((*load(name).desk.settings, *given))
+    return keep_last((*read_recipe(name).desk.settings, *given))
 
 
 TOP1 = {"pretrained": 0.8, "seed_0": 0.9, "seed_1": 0.92, "seed_2": 0.91, "from_scratch": 0.5}

@@ -78,10 +78,10 @@ def test_a_function_that_a_run_names_is_not_called(
     """With what the line says to add, and another function in its place, the command does its work."""
     arguments = shlex.split(line.format(run, run))
     assert command(*arguments) == 2
-    refused, add = line_of(capfd).split("if you trust it, add ")
+    refused, remedy = line_of(capfd).split("if you trust it, add ")
     assert f": model.target=planted:build: {run} names this function" in refused
-    assert add.endswith("model.target=planted:build")
-    assert command(*arguments, *shlex.split(add.replace("planted:build", "custom_models:small"))) == 0
+    assert remedy.endswith("model.target=planted:build")
+    assert command(*arguments, *shlex.split(remedy.replace("planted:build", "custom_models:small"))) == 0
     assert not ran.exists()
 
 
@@ -173,9 +173,9 @@ def test_a_function_that_a_sweep_names_is_not_called(sweep: Path, ran: Path, cap
     plant(sweep / "seed=1" / "config.yaml")
     capfd.readouterr()
     assert command("train", f"resume={sweep}") == 2
-    refused, add = line_of(capfd).split("if you trust it, add ")
+    refused, remedy = line_of(capfd).split("if you trust it, add ")
     assert f": model.target=planted:build: {sweep} names this function" in refused
-    assert command("train", f"resume={sweep}", add.replace("planted:build", "custom_models:small")) == 0
+    assert command("train", f"resume={sweep}", remedy.replace("planted:build", "custom_models:small")) == 0
     assert "run 1 of 2: seed=1: completed before, skipped" in capfd.readouterr().out
     assert read_result(sweep / "seed=2-2")["status"] == "completed"
     assert not ran.exists()

@@ -26,7 +26,7 @@ from training_runs import (
 
 from gpipe_cli.commands import training_run
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.results.files import RESULT, read_result, write_result
+from gpipe_cli.results.files import RESULT_FILE, read_result, write_result
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 
@@ -100,7 +100,7 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     line = ["train", *RUN, "resume=auto", f"run_folder={run}"]
 
     def strike() -> None:
-        wait_until(lambda: list_checkpoints(run) and (run / RESULT).exists(), 60, "the first checkpoint")
+        wait_until(lambda: list_checkpoints(run) and (run / RESULT_FILE).exists(), 60, "the first checkpoint")
         os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
         wait_until(lambda: read_result(run)["restarts"], 60, "another start")
         begun = step_of(list_checkpoints(run)[-1])
@@ -240,13 +240,13 @@ def test_fewer_gpus_have_fewer_partitions(monkeypatch: pytest.MonkeyPatch) -> No
     left = iter([4, 3, 4, 4, 4, 0, 8, 7, 8, 7])
     monkeypatch.setattr(training_run, "number_of_gpus", lambda config: next(left))
     config: TrainConfig = configure(*TINY, "partitions=6", "partition.balance=[1,1,1,1,1,2]")
-    fewer, why = training_run._with_gpus_left(config)
+    fewer, why = training_run._shrink_to_remaining_gpus(config)
     assert (fewer.partitions, fewer.partition.balance) == (4, None)
     assert "partitions=4" in why
-    assert training_run._with_gpus_left(config) == (config, "")
-    assert training_run._with_gpus_left(config) == (config, "")
+    assert training_run._shrink_to_remaining_gpus(config) == (config, "")
+    assert training_run._shrink_to_remaining_gpus(config) == (config, "")
     # a run of two of eight GPUs became one of a single stage when any of the eight was lost
     config = configure(*TINY, "partitions=2")
-    assert training_run._with_gpus_left(config) == (config, "")
-    fewer, why = training_run._with_gpus_left(configure(*TINY, "partitions=4", "replicas=2"))
+    assert training_run._shrink_to_remaining_gpus(config) == (config, "")
+    fewer, why = training_run._shrink_to_remaining_gpus(configure(*TINY, "partitions=4", "replicas=2"))
     assert (fewer.partitions, fewer.replicas, "7 of 8 GPUs" in why) == (3, 2, True)

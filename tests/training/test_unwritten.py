@@ -18,7 +18,7 @@ from training_runs import (
     wait_until,
 )
 
-from gpipe_cli.results.files import RESULT, read_result
+from gpipe_cli.results.files import RESULT_FILE, read_result
 from gpipe_cli.system.forked_call import Fork
 
 RUN = [
@@ -102,7 +102,7 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys:
     run = tmp_path / "run"
 
     def take_away() -> None:
-        there = "checkpoints/last", RESULT  # the workers may be ahead of their parent
+        there = "checkpoints/last", RESULT_FILE  # the workers may be ahead of their parent
         wait_until(lambda: all((run / name).exists() for name in there), 60, "the first checkpoint, and result.json")
         run.rename(tmp_path / "elsewhere")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from training_runs import NAMED, SMALL, command, configure, train_here
 
-from gpipe_cli.commands.folders import holds_run_only
+from gpipe_cli.commands.folders import contains_only_run_files
 
 RUN = [
     *SMALL, "partitions=1", "executor=in_process", "hardware=cpu", "checkpoint.every_steps=1", "checkpoint.keep=1",
@@ -73,8 +73,8 @@ def test_what_a_run_writes_is_known(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = [*RUN, "max_steps=1", "logger=[tensorboard,csv]", f"run_folder={run}"]
     assert command("train", *settings) == 0
-    assert holds_run_only(run)
+    assert contains_only_run_files(run)
     (tmp_path / "link").symlink_to(run)
-    assert not holds_run_only(tmp_path / "link")
+    assert not contains_only_run_files(tmp_path / "link")
     (run / "notes.txt").touch()
-    assert not holds_run_only(run)
+    assert not contains_only_run_files(run)

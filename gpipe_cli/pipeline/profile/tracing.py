@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from gpipe_cli.errors import InputError, with_type
+from gpipe_cli.errors import InputError, describe_error
 from gpipe_cli.models.skips import Pop, Stash, find_skips, naming_skip_errors
 from gpipe_cli.pipeline.profile.carried_skips import carry_skips_through
 from gpipe_cli.pipeline.profile.layer_cost import (
@@ -470,7 +470,7 @@ def _trace_backward(
             except RuntimeError as error:
                 remedy = "let autograd record all of it; torch.utils.checkpoint does with use_reentrant=False"
                 raise InputError(
-                    f"layer {layer.name} has a backward that cannot be traced ({with_type(error)}); {remedy}"
+                    f"layer {layer.name} has a backward that cannot be traced ({describe_error(error)}); {remedy}"
                 ) from error
         backward = run.backwards[key]
         backwards.append(backward)

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.config.pipeline_settings import Decides
-from gpipe_cli.config.settings import not_deciding
-from gpipe_cli.errors import show
+from gpipe_cli.config.pipeline_settings import Affects
+from gpipe_cli.config.settings import settings_not_affecting
+from gpipe_cli.errors import format_value
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.compare.scaling import scalings
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column
-from gpipe_cli.results.measures import MEASURES, Measure
+from gpipe_cli.results.metrics import METRICS, Metric
 from gpipe_cli.results.run import RunResult
-from gpipe_cli.units import spans
+from gpipe_cli.units import join_ranges
 
 MAX_SETTINGS_IN_NAME = 3  # settings in a name; if more differ, runs are named by their folders
 MAX_LISTED_WORDS = 8  # words of a list in a sentence
@@ -50,7 +50,7 @@ class Comparison:
         if self.by_settings or len(self.runs) == 2:
             return join_words([self.names[position] for position in positions])
         run = "run" if len(positions) == 1 else "runs"
-        return f"{run} {join_words(spans([position + 1 for position in positions], ' to '))}"
+        return f"{run} {join_words(join_ranges([position + 1 for position in positions], ' to '))}"
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
@@ -70,7 +70,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         for key, value in run.settings.items():
             values.setdefault(key, set()).add(json.dumps(value, sort_keys=True))
-    keys = [key for key, seen in values.items() if len(seen) > 1 and key not in not_deciding(Decides.COMPARED)]
+    keys = [
+        key for key, seen in values.items() if len(seen) > 1 and key not in settings_not_affecting(Affects.COMPARED)
+    ]
     if "threads" in keys:
         cuts = [tuple(map(run.settings.get, ("partitions", "executor"))) for run in runs]
         threads = [run.settings.get("threads") for run in runs]
@@ -108,7 +110,8 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
     clear = [name if last.count(name) == 1 and name != "name" else key for key, name in zip(keys, last, strict=True)]
     pairs = [(key.removesuffix(".name"), full) for key, full in zip(clear, keys, strict=True)]
     return [
-        ", ".join(f"{name}={show(run.settings[key])}" for name, key in pairs if key in run.settings) for run in runs
+        ", ".join(f"{name}={format_value(run.settings[key])}" for name, key in pairs if key in run.settings)
+        for run in runs
     ]
 
 
@@ -127,7 +130,7 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     """The column of a setting. Cells tell the value `null` from a missing setting, `-`; both have the value None."""
     values = [run.settings.get(key) for run in runs]
     number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
-    cells = [show(run.settings[key]) if key in run.settings else "-" for run in runs]
+    cells = [format_value(run.settings[key]) if key in run.settings else "-" for run in runs]
     heading = SYMBOLS.get(key) or _break_key(key.removesuffix(".name"), width=9)  # `model`, as it is typed
     return Column(heading, cells=cells, number=number, key=key, values=values)
 
@@ -189,10 +192,10 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
             shared = any(run.shares_devices for run in runs)
             columns.append(Column("speed", cells=shown, key=key, values=kinds, printed=shared))
         else:
-            measure = MEASURES[key]
-            values = computed.get(key) or [measure.value(result) for result in results]
+            metric = METRICS[key]
+            values = computed.get(key) or [metric.value(result) for result in results]
             columns.append(
-                Column.of_measure(measure, values, _same_unit_values(measure, results), printed=key not in left_out)
+                Column.of_measure(metric, values, _same_unit_values(metric, results), printed=key not in left_out)
             )
     return [
         fact("command", [result.command for result in results], printed=len(commands) > 1),
@@ -222,11 +225,14 @@ def _machine_columns(results: Sequence[RunResult]) -> Iterator[Column]:
         values = [facts.get(key) for facts in ran_on]
         if any(value != values[0] for value in values):
             yield Column(
-                key, cells=[NONE if value is None else show(value) for value in values], values=values, printed=False
+                key,
+                cells=[NONE if value is None else format_value(value) for value in values],
+                values=values,
+                printed=False,
             )
 
 
-def _same_unit_values(measure: Measure, results: Sequence[RunResult]) -> list[float | None]:
+def _same_unit_values(metric: Metric, results: Sequence[RunResult]) -> list[float | None]:
     """The values of all measures of the same Unit, so that their columns share one size: memory and activations."""
-    alike = [other for other in MEASURES.values() if other.unit is measure.unit and other.unit.sizes]
+    alike = [other for other in METRICS.values() if other.unit is metric.unit and other.unit.sizes]
     return [other.value(result) for other in alike for result in results]

@@ -13,13 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.errors import show
+from gpipe_cli.errors import format_value
 from gpipe_cli.reporting.compare.comparison import Comparison, join_words
 from gpipe_cli.reporting.compare.run_record import RunRecord, first_difference, same_curves
 from gpipe_cli.reporting.run.lines import print_fields, show_line
 from gpipe_cli.reporting.run.summary import results_depend_on_threads
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
-from gpipe_cli.results.measures import MEASURES, SHARE, TRAIN_LOSS, Measure
+from gpipe_cli.results.metrics import METRICS, SHARE, TRAIN_LOSS, Metric
 from gpipe_cli.units import plural
 
 COMPLETED = "completed"
@@ -35,7 +35,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         _show_rows(console, comparison, completed)
     console.print()
     if over_seeds := deviations(comparison):
-        spread = (f"{MEASURES[key].name} {both} {unit}".removesuffix(" /s") for key, (both, unit) in over_seeds.items())
+        spread = (f"{METRICS[key].name} {both} {unit}".removesuffix(" /s") for key, (both, unit) in over_seeds.items())
         print_fields(console, [("over seeds", f"mean +- deviation: {', '.join(spread)}".replace("±", "+-"))])
     print_fields(console, [("note", note) for note in (*notes(comparison), *same_curve_notes(comparison))])
     if with_curves := [run.folder.resolve() for run in comparison.runs if run.curves]:
@@ -63,12 +63,12 @@ def _show_two(console: Console, comparison: Comparison) -> None:
         if column.key in ("dataset", "folder"):  # as dataset.name, and as the headings
             continue
         first, second = column.plain_values
-        measure = MEASURES.get(column.key)
-        cells = list(map(measure.shown, (first, second))) if measure else column.cells
-        name = measure.name if measure else column.key or column.heading
+        metric = METRICS.get(column.key)
+        cells = list(map(metric.format, (first, second))) if metric else column.cells
+        name = metric.name if metric else column.key or column.heading
         if (first, *cells[:1]) != (second, *cells[1:]):
-            rows.append((name, *cells, _difference(measure, first, second)))
-        elif measure and first is not None:
+            rows.append((name, *cells, _difference(metric, first, second)))
+        elif metric and first is not None:
             same.append(f"{name} {cells[0]}")
     numbers = [Column(heading, number=True) for heading in (*comparison.names, "difference")]
     show_table(console, Table.of_rows("", [Column("differs"), *numbers], rows))
@@ -76,11 +76,11 @@ def _show_two(console: Console, comparison: Comparison) -> None:
     print_fields(console, [("the same", ", ".join(same))] if same else [])
 
 
-def _difference(measure: Measure | None, first: Any, second: Any) -> str:
+def _difference(metric: Metric | None, first: Any, second: Any) -> str:
     """The second value of a measure less the first one: in points for shares, else relative to the first."""
-    if measure is None or None in (first, second):
+    if metric is None or None in (first, second):
         return ""
-    if measure.unit is SHARE:
+    if metric.unit is SHARE:
         return f"{100 * (second - first):+.2f} points"
     return f"{100 * (second / first - 1):+.1f} %" if first else ""
 
@@ -92,8 +92,8 @@ def deviations(comparison: Comparison) -> dict[str, tuple[str, str]]:
     spread = {}
     for column in comparison.results:
         numbers = column.plain_values
-        if column.key in MEASURES and column.printed and None not in numbers and len(set(numbers)) > 1:
-            unit, bare = MEASURES[column.key].unit.scale(numbers)
+        if column.key in METRICS and column.printed and None not in numbers and len(set(numbers)) > 1:
+            unit, bare = METRICS[column.key].unit.scale(numbers)
             spread[column.key] = f"{bare(mean(numbers))} ± {bare(stdev(numbers))}", unit
     return spread
 
@@ -179,4 +179,4 @@ def _different(comparison: Comparison, values: Sequence[object]) -> str:
 
 def _data(run: RunRecord) -> str:
     classes = run.settings.get("dataset.classes")
-    return f"{run.result.dataset}{'' if classes is None else f' {show(classes)}'}"
+    return f"{run.result.dataset}{'' if classes is None else f' {format_value(classes)}'}"

@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.pipeline_settings import Decides
-from gpipe_cli.config.settings import CONFIG, flattened, not_deciding, runs_below
-from gpipe_cli.errors import InputError, show
-from gpipe_cli.results.files import RESULT
-from gpipe_cli.results.measures import MEASURES
+from gpipe_cli.config.pipeline_settings import Affects
+from gpipe_cli.config.settings import CONFIG_FILE, flatten, run_folders_in, settings_not_affecting
+from gpipe_cli.errors import InputError, format_value
+from gpipe_cli.results.files import RESULT_FILE
+from gpipe_cli.results.metrics import METRICS
 from gpipe_cli.results.run import RunResult, read_run_result
 from gpipe_cli.units import plural
 
@@ -44,7 +44,7 @@ class RunRecord:
     @property
     def error(self) -> str | None:
         """Why the run failed, in one line; None if it did not."""
-        return None if self.result.error is None else show(self.result.error)
+        return None if self.result.error is None else format_value(self.result.error)
 
     @property
     def shares_devices(self) -> bool:
@@ -71,15 +71,17 @@ def read_run(folder: Path) -> RunRecord:
     try:
         result = read_run_result(folder)
     except FileNotFoundError:
-        raise InputError(f"{folder}: has no {RESULT}, so nothing is known about this run; run it again") from None
+        raise InputError(f"{folder}: has no {RESULT_FILE}, so nothing is known about this run; run it again") from None
     except OSError as error:
-        raise InputError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
+        raise InputError(
+            f"{folder / RESULT_FILE}: cannot be read ({error.strerror}); mend that or leave it out"
+        ) from error
     for file in folder.glob("*tfevents*"):
         if not file.is_file():
             raise InputError(f"{file}: must be a regular file, as it has the name of curves; remove it")
-    settings = dict(flattened(result.config))
+    settings = dict(flatten(result.config))
     if result.command == "bench":
-        without_effect = not_deciding(Decides.STEP)
+        without_effect = settings_not_affecting(Affects.STEP)
         settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in without_effect}
     return RunRecord(folder, settings, result)
 
@@ -134,7 +136,7 @@ def flat_result(folder: Path) -> dict[str, Plain]:
     record = read_run(folder)
     result, settings = record.result, {key: _plain(value) for key, value in record.settings.items()}
     facts = {"speed_kind": result.samples_per_second_kind, "machine": record.machine}
-    numbers = {key: measure.value(result) for key, measure in MEASURES.items() if measure.of}
+    numbers = {key: metric.value(result) for key, metric in METRICS.items() if metric.path}
     for kind, shares in (("measured", result.breakdown.measured), ("predicted", result.breakdown.predicted)):
         numbers |= {f"{name}_{kind}": share for name, share in (shares or {}).items()}
     return {
@@ -148,7 +150,7 @@ def flat_result(folder: Path) -> dict[str, Plain]:
 
 
 def _plain(value: Any) -> Plain:
-    return value if value is None or isinstance(value, str | int | float) else show(value)
+    return value if value is None or isinstance(value, str | int | float) else format_value(value)
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -159,9 +161,9 @@ def find_runs(folder: Path) -> list[Path]:
     if not folder.is_dir():
         why = "is a file; give the folder of a run" if folder.is_file() else "there is no such folder"
         raise InputError(f"{folder}: {why}")
-    folders = [folder] if (folder / CONFIG).is_file() else runs_below(folder)
+    folders = [folder] if (folder / CONFIG_FILE).is_file() else run_folders_in(folder)
     if not folders:
-        raise InputError(f"{folder}: no run there (looked for {CONFIG} in it and up to two levels below)")
+        raise InputError(f"{folder}: no run there (looked for {CONFIG_FILE} in it and up to two levels below)")
     return sorted(folders, key=_numeric_key)
 
 

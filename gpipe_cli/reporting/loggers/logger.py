@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from gpipe_cli.config.settings import Logger, TrainConfig, flattened
-from gpipe_cli.config.typed import choices, settings
-from gpipe_cli.errors import InvalidSettingError, show
+from gpipe_cli.config.schema import allowed_words, setting_names
+from gpipe_cli.config.settings import Logger, TrainConfig, flatten
+from gpipe_cli.errors import InvalidSettingError, format_value
 from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.system.files import read_json, write_whole
 
@@ -96,10 +96,10 @@ def logger_class(logger: Logger) -> type[RunLogger]:
 def hyperparameters(config: TrainConfig) -> dict[str, Value]:
     """The settings by their dotted keys, `model.filters`: finite numbers and switches as they are, all else as text.
     Null settings are left out, so that no column mixes text and numbers."""
-    values = flattened(asdict(config), whole=all_settings())  # free arguments of a custom model stay together
+    values = flatten(asdict(config), whole=all_settings())  # free arguments of a custom model stay together
 
     def plain(value: Any) -> Value:
-        return value if isinstance(value, int | float) and math.isfinite(value) else show(value)
+        return value if isinstance(value, int | float) and math.isfinite(value) else format_value(value)
 
     return {key: plain(value) for key, value in values if value is not None}
 
@@ -107,6 +107,6 @@ def hyperparameters(config: TrainConfig) -> dict[str, Value]:
 @cache
 def all_settings() -> dict[str, bool]:
     """Every setting that some run may have, without groups -> whether it is a switch, true or false."""
-    keys = settings(TrainConfig)
+    keys = setting_names(TrainConfig)
     groups = {key.rpartition(".")[0] for key in keys}
-    return {key: choices(TrainConfig, key) == ["true", "false"] for key in keys if key not in groups}
+    return {key: allowed_words(TrainConfig, key) == ["true", "false"] for key in keys if key not in groups}

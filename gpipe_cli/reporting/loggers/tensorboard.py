@@ -15,7 +15,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.loggers.logger import Value, all_settings
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.description import RunContext
-from gpipe_cli.results.measures import MEASURES, finals
+from gpipe_cli.results.metrics import METRICS, hparam_metrics
 from gpipe_cli.system.files import naming, open_to_append, write_whole
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Logger:
         (folder / _END).unlink(missing_ok=True)
         summaries = [
             columns_summary(
-                varied_settings(folder, values), [f"final/{measure.final}" for measure in finals(run.config.task)]
+                varied_settings(folder, values),
+                [f"final/{metric.hparam}" for metric in hparam_metrics(run.config.task)],
             ),
             settings_summary(values),
             self._summary.custom_scalars(custom_scalars_layout(run.config, predicted=run.prediction is not None)),
@@ -141,16 +142,16 @@ def custom_scalars_layout(config: TrainConfig, *, predicted: bool) -> dict[str, 
     values are a band around it. It merges the layouts of all runs by the titles of categories and drops equal charts:
     so charts must not depend on K, and runs on images and on text complement each other."""
     score, speed = ("perplexity", "tokens_per_second") if config.text else ("top1", "samples_per_second")
-    of_test, trained = MEASURES[f"test_{score}"], MEASURES[f"train_{score}"]
+    of_test, trained = METRICS[f"test_{score}"], METRICS[f"train_{score}"]
     runs = {}
     if config.dataset.validation is not None:
-        runs[f"{of_test.heading} of the validation set"] = MEASURES[f"validation_{score}"].tag
+        runs[f"{of_test.heading} of the validation set"] = METRICS[f"validation_{score}"].tag
     runs |= {
         f"{of_test.heading} of the test set": of_test.tag,
         f"{of_test.heading} in training": trained.tag,
-        "loss in training": MEASURES["train_loss"].tag,
-        speed.replace("_", " "): MEASURES[speed].tag,
-        "peak memory of the fullest process, GiB": MEASURES["memory_bytes_fullest"].tag,
+        "loss in training": METRICS["train_loss"].tag,
+        speed.replace("_", " "): METRICS[speed].tag,
+        "peak memory of the fullest process, GiB": METRICS["memory_bytes_fullest"].tag,
     }
     shares = {share.replace("_", "-"): f"step/{share}" for share in SHARES}
     layout: dict[str, dict[str, list[Any]]] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from gpipe_cli.schedule.schedule import SENDS_GRADIENT
 from gpipe_cli.schedule.timeline import Event, Span, Timeline
-from gpipe_cli.units import rounded
+from gpipe_cli.units import round_preserving_sum
 
 if TYPE_CHECKING:  # the module imports torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.plan import Plan
@@ -129,7 +129,7 @@ def idle_share(breakdown: Mapping[str, float]) -> float:
 def to_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
     """Shares in percent, rounded to one decimal so that they still sum to 100, and `idle_share`, the sum of the idle
     ones."""
-    shown = rounded({name: 100 * breakdown[name] for name in SHARES})
+    shown = round_preserving_sum({name: 100 * breakdown[name] for name in SHARES})
     return shown | {"idle": idle_share(shown)}
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
-from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, choice_of
-from gpipe_cli.config.settings import TrainConfig, flattened, load_preset
+from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, group_choice
+from gpipe_cli.config.settings import TrainConfig, flatten, load_preset
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.errors import show
+from gpipe_cli.errors import format_value
 from gpipe_cli.reporting.run.description import RunContext, dataset_label, precision_note, task_labels
 from gpipe_cli.reporting.run.lines import print_fields
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
-from gpipe_cli.results.files import RESULT
+from gpipe_cli.results.files import RESULT_FILE
 from gpipe_cli.training.events import GraphsCaptured, LayersCompiled
 from gpipe_cli.units import count, percent, plural
 from gpipe_cli.units import learning_rate as shown_rate
@@ -33,7 +33,7 @@ def show_banner(console: Console, run: RunContext, folder: Path) -> None:
         Column("cost", cells=[percent(share) for share in run.cost_shares], number=True),
     )
     console.print()
-    show_table(console, Table("", columns), gap=3, elsewhere=RESULT)
+    show_table(console, Table("", columns), gap=3, elsewhere=RESULT_FILE)
     console.print()
 
 
@@ -84,10 +84,10 @@ def _banner(run: RunContext, folder: Path) -> Iterable[tuple[str, str]]:
 
 def _preset_settings(config: TrainConfig) -> Iterator[str]:
     """The settings of the preset that hold in this run, as they would be typed."""
-    mine = dict(flattened(asdict(config)))
-    for key, value in flattened(load_preset(f"{choice_of(config.model)}_{config.dataset.name}")):
+    mine = dict(flatten(asdict(config)))
+    for key, value in flatten(load_preset(f"{group_choice(config.model)}_{config.dataset.name}")):
         if key != "preset" and mine.get(key) == value:
-            yield f"{key}={show(value)}"
+            yield f"{key}={format_value(value)}"
 
 
 def _learning_rate_at(run: RunContext, step: int) -> str:

@@ -11,8 +11,8 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.config.settings import CONFIG, Logger
-from gpipe_cli.errors import with_type
+from gpipe_cli.config.settings import CONFIG_FILE, Logger
+from gpipe_cli.errors import describe_error
 from gpipe_cli.reporting.loggers.logger import RunLogger, hyperparameters, logger_class
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.plots.timeline_values import idle_share
@@ -20,8 +20,8 @@ from gpipe_cli.reporting.run.description import RunContext, score_fields
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.measurement import format_stages, group_stages_by_device
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
-from gpipe_cli.results.files import RESULT
-from gpipe_cli.results.measures import MEASURES, finals
+from gpipe_cli.results.files import RESULT_FILE
+from gpipe_cli.results.metrics import METRICS, hparam_metrics
 from gpipe_cli.results.run import RunResult, StageMemory
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import GIB
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 # whether a sink is remote -> a killed run loses at most its points of the last so many seconds
 _FLUSH_SECONDS = {False: 1.0, True: 10.0}  # a request each time
-_UPLOADED_FILES = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder that sinks keep with a run
+_UPLOADED_FILES = (
+    CONFIG_FILE,
+    RESULT_FILE,
+    LOG,
+    PAGE,
+    "failure.txt",
+)  # files of the run folder that sinks keep with a run
 
 
 class LoggerGroup:
@@ -68,9 +74,9 @@ class LoggerGroup:
 
     def end(self, result: RunResult) -> None:
         """Sends the final results, and ends the sinks."""
-        values = ((measure, measure.value(result)) for measure in finals(result.task))
+        values = ((metric, metric.value(result)) for metric in hparam_metrics(result.task))
         points = {
-            f"final/{measure.final}": value / measure.unit.curve_size for measure, value in values if value is not None
+            f"final/{metric.hparam}": value / metric.unit.curve_size for metric, value in values if value is not None
         }
         self._draw(result.steps, points)
         files = [path for name in _UPLOADED_FILES if (path := self._folder / name).is_file()]
@@ -136,7 +142,7 @@ class LoggerGroup:
             except Exception as error:  # whatever the libraries of a sink raise
                 if kind.remote:
                     del self._kinds[name]
-                    error = OSError(f"logger={name}: {with_type(error)}")
+                    error = OSError(f"logger={name}: {describe_error(error)}")
                 elif not isinstance(error, OSError):
                     raise
                 self._failed(name, error)
@@ -155,7 +161,7 @@ def _facts(folder: Path, result: RunResult) -> dict[str, str]:
 
 def _keyed_by_tag(values: Mapping[str, float | None]) -> dict[str, float | None]:
     """The values, keyed by the tags of the measures' curves instead of by the measures' keys."""
-    return {MEASURES[key].tag: value for key, value in values.items()}
+    return {METRICS[key].tag: value for key, value in values.items()}
 
 
 def _training_curves(message: StepDone) -> dict[str, float | None]:

@@ -17,8 +17,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.config.settings import CONFIG, naming
-from gpipe_cli.config.typed import quoted
+from gpipe_cli.config.schema import quote
+from gpipe_cli.config.settings import CONFIG_FILE, format_target_setting
 from gpipe_cli.system.files import open_to_append
 from gpipe_cli.system.phase import end_phase
 
@@ -99,7 +99,7 @@ class _Log:
         timestamp = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         lines = (line.rstrip() for line in text.splitlines())
         self._waiting += "".join(f"{timestamp}  {line}\n" for line in lines if line).encode(errors="backslashreplace")
-        if not (self._folder / CONFIG).is_file():
+        if not (self._folder / CONFIG_FILE).is_file():
             return
         # lines that cannot be written wait for the next call
         with suppress(OSError), open_to_append(self._folder / LOG) as file:
@@ -130,12 +130,14 @@ def format_resume_command(command: str, folder: Path, targets: Iterable[str | No
     """The command that takes the run or the sweep in `folder` by the setting `key`; `targets`: the functions that its
     runs call, if they do, and that have to be named again."""
     again = dict.fromkeys(filter(None, targets))
-    return " ".join([f"gpipe {command}", format_override(key, str(folder)), *([naming(*again)] if again else [])])
+    return " ".join(
+        [f"gpipe {command}", format_override(key, str(folder)), *([format_target_setting(*again)] if again else [])]
+    )
 
 
 def format_override(key: str, value: str) -> str:
     """`key=value`, quoted as needed on a command line: for Hydra (commas, brackets) and for the shell (blanks)."""
     if re.fullmatch(r"[\w./-]+", value):
         return f"{key}={value}"
-    setting = f"{key}={quoted(value)}"
+    setting = f"{key}={quote(value)}"
     return shlex.quote(setting) if re.search(r'["$`!\\]', setting) else f'"{setting}"'

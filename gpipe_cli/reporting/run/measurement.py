@@ -15,7 +15,7 @@ from gpipe_cli.config.groups import CustomConfig, ModelConfig
 from gpipe_cli.results.run import StageMemory
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.source_code import Commit, commit_of
-from gpipe_cli.units import spans
+from gpipe_cli.units import join_ranges
 
 if TYPE_CHECKING:  # these modules import torch
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
@@ -108,7 +108,7 @@ def group_stages_by_device(device_of_stage: Sequence[int]) -> list[tuple[int, ..
 
 def format_stages(stages: Sequence[int]) -> str:
     """`2`, `0,1`; three neighbours or more are a range, `2-4`."""
-    return ",".join(spans(stages, "-"))
+    return ",".join(join_ranges(stages, "-"))
 
 
 def process_seconds() -> float:

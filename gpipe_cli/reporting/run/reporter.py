@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.config.settings import CONFIG, Task, TrainConfig, target_of, to_yaml
-from gpipe_cli.errors import one_line
+from gpipe_cli.config.settings import CONFIG_FILE, Task, TrainConfig, target_of, to_yaml
+from gpipe_cli.errors import error_text
 from gpipe_cli.reporting.page.page import MAX_STEPS, PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle_share
@@ -38,8 +38,8 @@ from gpipe_cli.results.run import (
     RunResult,
     Start,
     Status,
+    format_second,
     run_result_or_none,
-    to_the_second,
     write_run,
 )
 from gpipe_cli.system.files import write_whole
@@ -79,7 +79,7 @@ class Reporter:
         """Shows the banner and, in a terminal, a bar that waits for the first step."""
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / CONFIG, to_yaml(run.config))
+        write_whole(folder / CONFIG_FILE, to_yaml(run.config))
         self._run = run
         self._begin = time.monotonic() - measurement.process_seconds()
         self._result = _initial_result(folder, run)  # lacks what is measured
@@ -214,7 +214,7 @@ class Reporter:
     def _warn_unwritten(self, output: str, error: OSError) -> None:
         """Shows that an optional output could not be written, once for each kind of error; the run continues."""
         if (output, error.errno) not in self._unwritten_before:
-            show_error(f"warning: {one_line(error)}; the run continues without this output")
+            show_error(f"warning: {error_text(error)}; the run continues without this output")
         self._unwritten_before.add((output, error.errno))
 
     def break_off(self) -> None:
@@ -250,7 +250,7 @@ class Reporter:
         """Shows all; then raises OSError if result.json was not written."""
         if self._run.start is not None:
             *earlier, last = self._result.starts
-            self._change(starts=(*earlier, replace(last, ended=to_the_second(datetime.now().astimezone()))))
+            self._change(starts=(*earlier, replace(last, ended=format_second(datetime.now().astimezone()))))
         self._change(status=status, error=error)
         result = self._measured()
         unwritten: OSError | None = None

@@ -14,15 +14,15 @@ from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import RunContext, task_labels, to_evaluation
 from gpipe_cli.reporting.run.lines import align_or_stack, print_fields, show_text
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
+from gpipe_cli.results.dict_conversion import to_dict
 from gpipe_cli.results.files import write_result
-from gpipe_cli.results.measures import MEASURES, chosen
+from gpipe_cli.results.metrics import METRICS, select_metrics
 from gpipe_cli.results.run import Evaluation, RunResult, StageMemory
-from gpipe_cli.results.tree import to_tree
 from gpipe_cli.training.events import EvaluationDone, PairScores, TranslationScores
-from gpipe_cli.units import duration, memory_unit, operations, percent, plural, rounded
+from gpipe_cli.units import duration, memory_unit, operations, percent, plural, round_preserving_sum
 
 EVALUATION = "evaluate.json"
-SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
+SAMPLES, TOKENS = select_metrics("samples_per_second", "tokens_per_second")
 MAX_EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 MAX_PAIRS = 3  # language pairs with the best, and with the worst scores, that the console shows; evaluate.json has all
 
@@ -71,7 +71,7 @@ def show_summary(
 def describe_outcome(result: RunResult) -> tuple[str, str]:
     """How a training or a measurement ended, in a line, and the line's colour."""
     status, bench = result.status, result.command == "bench"
-    seconds = MEASURES["seconds"].text(result)
+    seconds = METRICS["seconds"].text(result)
     epochs = f" ({plural(result.epochs, 'whole epoch')})" if result.epochs and not bench else ""
     done = plural(result.steps, "step") + epochs
     match status:
@@ -95,7 +95,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         "checkpoint": checkpoint,
         "task": task,
         "samples": message.samples,
-        **{key: value for key, value in to_tree(tested, labels.text).items() if key not in ("step", "epoch")},
+        **{key: value for key, value in to_dict(tested, labels.text).items() if key not in ("step", "epoch")},
         "seconds": message.seconds,
     }
     if labels.text:
@@ -119,12 +119,12 @@ def format_scores(task: Task, test: Evaluation, unigram_perplexity: float | None
     loss 3.7210 nats per token`. A unigram model knows only the frequencies of tokens."""
     result = RunResult("completed", task=task, test=test)
     keys = ("test_perplexity", "test_token_accuracy") if result.text else ("test_top1", "test_top5")
-    measures = [measure for measure in chosen(*keys, "test_loss") if measure.value(result) is not None]
-    scores = {measure.key: f"{measure.name.removeprefix('test ')} {measure.text(result)}" for measure in measures}
+    measures = [metric for metric in select_metrics(*keys, "test_loss") if metric.value(result) is not None]
+    scores = {metric.key: f"{metric.name.removeprefix('test ')} {metric.text(result)}" for metric in measures}
     if result.text:
         scores["test_loss"] += " nats per token"
         if unigram_perplexity is not None:
-            scores["test_perplexity"] += f" (unigram model {MEASURES['unigram_perplexity'].shown(unigram_perplexity)})"
+            scores["test_perplexity"] += f" (unigram model {METRICS['unigram_perplexity'].format(unigram_perplexity)})"
     return ", ".join(scores.values()) + (" (averaged weights)" if test.averaged else "")
 
 
@@ -171,14 +171,14 @@ def _score_fields(result: RunResult) -> Iterable[tuple[str, str]]:
     if result.samples_per_second_kind is None:
         return
     sample = task_labels(result.task).sample
-    step = f"{MEASURES['step_seconds'].text(result)} per step"
+    step = f"{METRICS['step_seconds'].text(result)} per step"
     speeds = [(TOKENS, f"{TOKENS.text(result)} tokens/s")] if result.text else []
     speeds.append((SAMPLES, f"{SAMPLES.text(result)} {sample}s/s"))
     if result.command == "bench":
-        for measure, speed in speeds:
-            first, third = (MEASURES[f"{measure.key}_{quartile}"].text(result) for quartile in ("q1", "q3"))
+        for metric, speed in speeds:
+            first, third = (METRICS[f"{metric.key}_{quartile}"].text(result) for quartile in ("q1", "q3"))
             spread = f"quartiles {first} and {third}, {plural(result.speed_steps, 'step')}"
-            yield "speed" if measure is speeds[0][0] else "", f"{speed} (median; {spread})"
+            yield "speed" if metric is speeds[0][0] else "", f"{speed} (median; {spread})"
         yield "", f"{step}, warm-up included" if result.speed_includes_warm_up else step
     else:
         steps = f"after the first {plural(result.warm_up_steps, 'step')}"
@@ -221,7 +221,7 @@ def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[s
     rows = [(f"memory, {name}", [f"{part:>7}" for part in parts] + ["=", "peak"])]
     fullest = max(stages, key=lambda stage: stage.peak)
     for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
-        shown = rounded({part: getattr(stage, part) / unit for part in parts})
+        shown = round_preserving_sum({part: getattr(stage, part) / unit for part in parts})
         label = "all stages" if stage.stage is None else f"stage{'s' * isinstance(stage.stage, str)} {stage.stage}"
         rows.append((label, [f"{value:,.1f}" for value in shown.values()] + ["=", f"{sum(shown.values()):,.1f}"]))
     return rows
@@ -231,8 +231,8 @@ def _flops(result: RunResult, note: str) -> Iterable[tuple[str, str]]:
     if result.model_flops is None or result.model_flops_per_second is None:
         return
     step = f"{operations(result.model_flops)}FLOP per full step, recomputation not counted"
-    yield "model", f"{MEASURES['model_flops_per_second'].text(result)}FLOP/s ({step})"
-    yield "MFU", f"not known: {note}" if result.mfu is None else f"{MEASURES['mfu'].text(result)} of {note}"
+    yield "model", f"{METRICS['model_flops_per_second'].text(result)}FLOP/s ({step})"
+    yield "MFU", f"not known: {note}" if result.mfu is None else f"{METRICS['mfu'].text(result)} of {note}"
 
 
 def _one_line(text: str) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import write_result
-from gpipe_cli.units import loss, plural, spans
+from gpipe_cli.units import join_ranges, loss, plural
 from gpipe_cli.verify.variants import MODES, TOLERANCE, Row
 
 CHECK = "check.json"
@@ -132,7 +132,7 @@ def _cells(group: Sequence[Row], rows: Sequence[Row]) -> tuple[str, ...]:
         words = "others" if len(_rows_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
         result += f" ({len(group)} {words})"
     return (
-        ", ".join(spans(sorted({variant.partitions for variant in variants}), "..")),
+        ", ".join(join_ranges(sorted({variant.partitions for variant in variants}), "..")),
         variants[0].schedule,
         "all three" if len(modes) == len(MODES) else ", ".join(modes),
         "both" if len(executors) > 1 else executors[0],

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.config.groups import model_name
-from gpipe_cli.config.settings import SAMPLE_WORDS, flattened
-from gpipe_cli.errors import show
+from gpipe_cli.config.settings import SAMPLE_WORDS, flatten
+from gpipe_cli.errors import format_value
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
 from gpipe_cli.reporting.run.description import dataset_label, precision_note
@@ -31,7 +31,7 @@ from gpipe_cli.units import (
     percent,
     plural,
     rate,
-    rounded,
+    round_preserving_sum,
     size,
 )
 
@@ -77,7 +77,7 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
 
 def stage_table(plan: Plan) -> Table:
     """A row for each stage, for programs; keys of its memory are dotted, `memory.total_bytes`."""
-    rows = [{"stage": k, **dict(flattened(stage))} for k, stage in enumerate(plan.tree()["stages"])]
+    rows = [{"stage": k, **dict(flatten(stage))} for k, stage in enumerate(plan.tree()["stages"])]
     return Table("stages", [Column(key, values=[row[key] for row in rows]) for key in rows[0]])
 
 
@@ -91,16 +91,16 @@ def plan_table(plans: Sequence[SweptPlan]) -> Table:
         return Column.of(key, heading, values, form)
 
     columns = [
-        column("partitions", "K", show, lambda plan: len(plan.stages)),
-        column("micro_batches", "M", show, attrgetter("micro_batches")),
-        *(Column.of(key, key, [swept.settings[key] for swept in plans], show) for key in varied),
+        column("partitions", "K", format_value, lambda plan: len(plan.stages)),
+        column("micro_batches", "M", format_value, attrgetter("micro_batches")),
+        *(Column.of(key, key, [swept.settings[key] for swept in plans], format_value) for key in varied),
         column("step_seconds", "step", _format_step, attrgetter("step_seconds")),
         column("samples_per_second", "samples/s", rate, attrgetter("samples_per_second")),
         column("bubble", "bubble", percent, attrgetter("breakdown.bubble")),
         column("memory_bytes", "fullest stage", size, lambda plan: max(plan.held_bytes)),
         column("imbalance", "slowest/mean", percent, attrgetter("imbalance")),
         column("utilisation", "utilisation", percent, attrgetter("utilisation")),
-        Column.of("error", "error", [swept.error for swept in plans], show, printed=False),
+        Column.of("error", "error", [swept.error for swept in plans], format_value, printed=False),
     ]
     return Table("plans", columns, 2 + len(varied))
 
@@ -237,7 +237,7 @@ def _show_memory(console: Console, plan: Plan) -> None:
     def cells(stage: PlannedStage) -> list[str]:
         part_bytes = {part: getattr(stage.memory, f"{part}_bytes") for part in parts}
         part_bytes["buffers"] += stage.memory.workspace_bytes
-        held = rounded({part: held_bytes / unit for part, held_bytes in part_bytes.items()})
+        held = round_preserving_sum({part: held_bytes / unit for part, held_bytes in part_bytes.items()})
         shares = [] if limit_bytes is None else [percent(stage.memory.total_bytes / limit_bytes)]
         total, *values = (f"{value:,.1f}" for value in (sum(held.values()), *held.values()))
         return [total, *shares, *values]

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.errors import InputError, with_type
+from gpipe_cli.errors import InputError, describe_error
 from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_markdown
 from gpipe_cli.results.files import read_result, write_result
@@ -52,7 +52,9 @@ def read_reproduction(folder: Path) -> Reproduction:
         return Reproduction(**stored | {"tables": tables})
     except (KeyError, TypeError, AttributeError) as error:
         file = folder / f"{REPRODUCTION}.json"
-        raise InputError(f"{file}: cannot be read ({with_type(error)}); remove {folder} and run it again") from error
+        raise InputError(
+            f"{file}: cannot be read ({describe_error(error)}); remove {folder} and run it again"
+        ) from error
 
 
 def show_reproduction(console: Console, reproduction: Reproduction, folder: Path) -> None:

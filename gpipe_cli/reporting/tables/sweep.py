@@ -17,22 +17,22 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.config.pipeline_settings import Decides
-from gpipe_cli.config.settings import flattened, not_deciding
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, show
+from gpipe_cli.config.pipeline_settings import Affects
+from gpipe_cli.config.settings import flatten, settings_not_affecting
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, format_value
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle_share
 from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import describe_speed_kind, results_depend_on_threads
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column, Table, show_table, to_csv
-from gpipe_cli.results.bench import BENCH, CSV, BenchRow, BenchTable
+from gpipe_cli.results.bench import BENCH_CSV_FILE, BENCH_FILE, BenchRow, BenchTable
 from gpipe_cli.results.files import write_result
-from gpipe_cli.results.measures import MEASURES, Measure, chosen
+from gpipe_cli.results.metrics import METRICS, Metric, select_metrics
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.files import write_whole
 
-SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
+SAMPLES, TOKENS = select_metrics("samples_per_second", "tokens_per_second")
 _MEASURED = (
     "relative", "step_seconds", "bubble_measured", "memory_bytes_fullest", "activation_bytes_fullest",
     "model_flops_per_second",
@@ -84,10 +84,10 @@ def show_sweep(runs: Sequence[Run]) -> None:
     runs = sorted(runs, key=lambda run: run.number)
     # A sweep over images and text has the columns of both. Text has tokens/s, as its samples differ in length.
     texts = {run.result.text for run in runs if run.result} or {False}
-    measures = chosen("validation_top1", "test_top1", "samples_per_second") if False in texts else []
-    measures += chosen("validation_perplexity", "test_perplexity", "tokens_per_second") if True in texts else []
+    measures = select_metrics("validation_top1", "test_top1", "samples_per_second") if False in texts else []
+    measures += select_metrics("validation_perplexity", "test_perplexity", "tokens_per_second") if True in texts else []
     chosen_by = any(run.result.validation for run in runs if run.result)
-    measures = [measure for measure in measures if chosen_by or not measure.key.startswith("validation")]
+    measures = [metric for metric in measures if chosen_by or not metric.key.startswith("validation")]
     cuts = {key: [_cut_value(run, key) for run in runs] for key in SYMBOLS}
     columns = [Column("run", cells=[str(run.number) for run in runs], number=True)]
     columns += [
@@ -104,8 +104,8 @@ def show_sweep(runs: Sequence[Run]) -> None:
     columns.append(Column("status", cells=[run.status for run in runs]))
     names = len(columns)
     columns += [
-        Column.of_measure(measure, [measure.value(run.result) for run in runs])
-        for measure in (*measures, MEASURES["step_seconds"])
+        Column.of_measure(metric, [metric.value(run.result) for run in runs])
+        for metric in (*measures, METRICS["step_seconds"])
     ]
     kinds = [run.result.samples_per_second_kind if run.result else None for run in runs]
     if any(kind not in (None, "measured") for kind in kinds):
@@ -115,7 +115,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
         threads = [run.result and run.result.threads for run in runs]
         columns.append(Column("threads", cells=list(map(_format_cell, threads)), number=True))
     # a refused run wrote no result, and the microseconds until then mean nothing
-    seconds = MEASURES["seconds"]
+    seconds = METRICS["seconds"]
     columns.append(Column.of_measure(seconds, [seconds.value(run.result) for run in runs]))
     console = Console()
     folder = runs[0].folder.parent
@@ -137,7 +137,7 @@ def _cut_value(run: Run, key: str) -> Any:
 
 
 def _format_cell(value: Any) -> str:
-    return "-" if value is None else show(value)
+    return "-" if value is None else format_value(value)
 
 
 def show_remaining(planned: int, runs: Sequence[Run], resume_command: str) -> None:
@@ -172,30 +172,32 @@ def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -
 
 def write_bench(folder: Path, table: BenchTable) -> None:
     """Writes bench.json, and bench.csv with a flat row per cell. Raises OSError."""
-    tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.tree() for row in table.rows]}
-    write_result(folder, tree, BENCH)
+    tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.to_dict() for row in table.rows]}
+    write_result(folder, tree, BENCH_FILE)
     lines = [_line(row, table.varies) for row in table.rows]
     keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest row first
     columns = [Column(key, values=[line.get(key) for line in lines]) for key in keys]
-    write_whole(folder / CSV, to_csv(Table(CSV, columns)))
+    write_whole(folder / BENCH_CSV_FILE, to_csv(Table(BENCH_CSV_FILE, columns)))
 
 
 def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
     """Shows the rows, why cells were not measured, notes, and where the files are."""
     rows, varies = table.rows, table.varies
     console.rule(Text(f"sweep {folder}"), align="left")
-    show_table(console, Table("", list(_columns(rows, varies)), len(_naming_settings(varies)) + 1), elsewhere=CSV)
+    show_table(
+        console, Table("", list(_columns(rows, varies)), len(_naming_settings(varies)) + 1), elsewhere=BENCH_CSV_FILE
+    )
     console.print()
     reasons: dict[str, list[str]] = {}  # why cells were not measured -> their names
     for number, row in enumerate(rows, start=1):
         if row.reason:
-            name = ", ".join(f"{SYMBOLS.get(key, key)} = {show(value)}" for key, value in row.settings.items())
+            name = ", ".join(f"{SYMBOLS.get(key, key)} = {format_value(value)}" for key, value in row.settings.items())
             name = name or f"run {number}"  # in a sweep over a single value nothing differs
             reasons.setdefault(f"{row.status.replace('_', ' ')}: {row.reason}", []).append(name)
     for why, names in reasons.items():
         show_text(console, f"{'; '.join(names)}: {why}")
     print_fields(console, _notes(rows, varies))
-    print_fields(console, [("written to", f"{folder / BENCH}, {CSV}")])
+    print_fields(console, [("written to", f"{folder / BENCH_FILE}, {BENCH_CSV_FILE}")])
 
 
 def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], resolved: dict[str, Any]) -> BenchRow:
@@ -252,7 +254,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
 def _line(row: BenchRow, varies: Sequence[str]) -> dict[str, Any]:
     """A row of bench.csv: varied settings, measured values, then resolved values."""
     apart = ("settings", "breakdown", "resolved", "folders", *(key for key in SYMBOLS if key in varies))
-    values = {key: value for key, value in row.tree().items() if key not in apart}
+    values = {key: value for key, value in row.to_dict().items() if key not in apart}
     values |= {f"breakdown_{name}": (row.breakdown or {}).get(name) for name in SHARES}
     values |= {key: value for key, value in row.resolved.items() if key not in values}
     line = {key: row.settings.get(key) for key in varies}
@@ -276,18 +278,18 @@ def _differing_values(cells: Sequence[Sequence[Run]], asked: set[str], auto: Seq
     flat: list[dict[str, Any]] = []
     for cell in cells:
         result = cell[0].result if cell else None
-        flat.append({} if result is None else dict(flattened(result.config)) | {
+        flat.append({} if result is None else dict(flatten(result.config)) | {
             "devices": len({partition.device for partition in result.partitions}),
             "executor": result.executor, "threads": result.threads, "kind": result.samples_per_second_kind,
         })  # fmt: skip
     rows = [row for row in flat if row]
-    left_out = tuple(f"{key}." for key in (*asked, *not_deciding(Decides.COMPARED | Decides.STEP)))
+    left_out = tuple(f"{key}." for key in (*asked, *settings_not_affecting(Affects.COMPARED | Affects.STEP)))
 
     def is_kept(key: str) -> bool:
         if f"{key}.".startswith(left_out):
             return False
-        chosen = key in auto and any(row.get(key) != AUTO for row in rows)
-        return chosen or any(row.get(key) != rows[0].get(key) for row in rows)
+        select_metrics = key in auto and any(row.get(key) != AUTO for row in rows)
+        return select_metrics or any(row.get(key) != rows[0].get(key) for row in rows)
 
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if is_kept(key)]
     return [{key: row.get(key) for key in keys} if row else {} for row in flat]
@@ -303,20 +305,20 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
 
     def asked(row: BenchRow, key: str) -> str:
         """`4`; of an automatic setting, also the value chosen: `auto: 4`."""
-        value, chosen = row.settings.get(key), row.resolved.get(key, AUTO)
-        return f"{value}: {show(chosen)}" if value == AUTO != chosen else show(value)
+        value, select_metrics = row.settings.get(key), row.resolved.get(key, AUTO)
+        return f"{value}: {format_value(select_metrics)}" if value == AUTO != select_metrics else format_value(value)
 
     def words(heading: str, cells: Sequence[str]) -> Column:
         return Column(heading, cells=cells, number=all(cell == "-" or cell[:1].isdigit() for cell in cells))
 
     def spread(heading: str, ends: Sequence[Sequence[float] | None]) -> Column:
         """`221.0 to 233.4`: over the steps of one round, or over rounds."""
-        return Column.of(heading, heading, ends, lambda both: " to ".join(map(SAMPLES.shown, both)))
+        return Column.of(heading, heading, ends, lambda both: " to ".join(map(SAMPLES.format, both)))
 
-    def number(measure: Measure) -> Column:
+    def number(metric: Metric) -> Column:
         # Rows of text are compared in tokens/s: their samples are sentences, which differ in length.
         return Column.of_measure(
-            measure, [None if measure is SAMPLES and row.text else measure.value(row) for row in rows]
+            metric, [None if metric is SAMPLES and row.text else metric.value(row) for row in rows]
         )
 
     for key in _naming_settings(varies):
@@ -332,12 +334,12 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
         yield spread("range", [row.range_over_rounds for row in rows])
     else:
         yield spread("quartiles", [row.quartiles for row in rows])
-    yield from map(number, chosen(*_MEASURED))
+    yield from map(number, select_metrics(*_MEASURED))
     if any(row.mfu is not None for row in rows):
-        yield number(MEASURES["mfu"])
+        yield number(METRICS["mfu"])
     for key in _SHORT:  # differs though the table does not vary it
         if key not in varies and any(key in row.resolved for row in rows):
-            yield words(key, [show(row.resolved.get(key, "-")) for row in rows])
+            yield words(key, [format_value(row.resolved.get(key, "-")) for row in rows])
 
 
 def _naming_settings(varies: Sequence[str]) -> list[str]:
@@ -361,7 +363,7 @@ def _notes(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[tuple[st
     for key in dict.fromkeys(
         key for row in rows for key in row.resolved if key not in (*_SHORT, *_naming_settings(varies))
     ):
-        values = [show(row.resolved.get(key, "-")) for row in rows]
+        values = [format_value(row.resolved.get(key, "-")) for row in rows]
         yield "also differs", f"{key}: {', '.join(values)}"
     if not measured and any(row.status in NOT_RETRYABLE for row in rows):
         yield "", "nothing was measured"

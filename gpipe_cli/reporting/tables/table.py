@@ -11,10 +11,10 @@ from typing import Any, Literal, Self
 from rich.cells import cell_len
 from rich.console import Console
 
-from gpipe_cli.errors import show
+from gpipe_cli.errors import format_value
 from gpipe_cli.reporting.run.lines import show_line, show_text, wrap
 from gpipe_cli.results.files import as_json
-from gpipe_cli.results.measures import Measure
+from gpipe_cli.results.metrics import Metric
 from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "published", "measured", "counted", "planned", "simulated", "difference"]
@@ -52,13 +52,13 @@ class Column:
 
     @classmethod
     def of_measure(
-        cls, measure: Measure, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
+        cls, metric: Metric, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
     ) -> Self:
         """A column of a measure. The heading has a unit, chosen for all of ``alike``; None: each cell has its own."""
         if alike is None:
-            return cls.of(measure.key, measure.heading, values, measure.unit.full, printed=printed)
-        unit, bare = measure.unit.scale(alike)
-        return cls.of(measure.key, measure.wide(unit), values, bare, printed=printed)
+            return cls.of(metric.key, metric.heading, values, metric.unit.full, printed=printed)
+        unit, bare = metric.unit.scale(alike)
+        return cls.of(metric.key, metric.column_heading(unit), values, bare, printed=printed)
 
     @property
     def is_right_aligned(self) -> bool:
@@ -163,7 +163,9 @@ def to_csv(table: Table) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([column.key or column.heading for column in table.columns])
     for values in zip(*(column.plain_values for column in table.columns), strict=True):
-        writer.writerow([value if isinstance(value, str) else "" if value is None else show(value) for value in values])
+        writer.writerow(
+            [value if isinstance(value, str) else "" if value is None else format_value(value) for value in values]
+        )
     return file.getvalue()
 
 

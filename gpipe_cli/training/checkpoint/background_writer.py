@@ -93,7 +93,7 @@ def pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, i
     total = sum(left)
     for piece in sorted(range(len(sizes)), key=lambda piece: -left[piece]):
         size = left[piece]
-        block = next((at for at, filled in enumerate(used) if filled + size <= blocks[at]), len(blocks))
+        block = next((at for at, fill_template in enumerate(used) if fill_template + size <= blocks[at]), len(blocks))
         if block == len(blocks):
             whole = 1 << max((size - 1).bit_length(), total.bit_length() - 1) if size else 0
             blocks.append(whole)

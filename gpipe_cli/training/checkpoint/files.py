@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.assembly.loss import NO_TOTALS, Totals
-from gpipe_cli.config.typed import Count, Within, typed
-from gpipe_cli.errors import InputError, one_line, show
+from gpipe_cli.config.schema import Count, Range, parse_config
+from gpipe_cli.errors import InputError, error_text, format_value
 from gpipe_cli.system.files import (
     NOT_RENAMED,
     check_not_linked,
@@ -53,7 +53,7 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
-NonNegativeInt = Annotated[int, Within(0, 10**12)]  # a number of steps or epochs
+NonNegativeInt = Annotated[int, Range(0, 10**12)]  # a number of steps or epochs
 TensorHeader = tuple[str, tuple[int, ...]]  # a tensor's dtype, by its name in safetensors, and its shape
 
 
@@ -64,7 +64,7 @@ class Progress:
     step: NonNegativeInt
     epoch: NonNegativeInt
     position: NonNegativeInt
-    seed: Annotated[int, Within(0, 2**32 - 1)]
+    seed: Annotated[int, Range(0, 2**32 - 1)]
     batch_size: Count | None
     batch_tokens: Count | None
     steps_per_epoch: NonNegativeInt  # 0: not known before the data is open
@@ -84,7 +84,7 @@ class WrittenFile:
     """The file of a stage."""
 
     name: str
-    bytes: Annotated[int, Within(0, 2**60)]
+    bytes: Annotated[int, Range(0, 2**60)]
     sha256: str
     tensors: tuple[str, ...]
 
@@ -267,7 +267,7 @@ def read_part(staging: Path, process: int) -> list[WrittenFile] | None:
     """The list of files that `process` has written; None if it has not finished yet. Raises CheckpointError."""
     with checkpoint_write_errors(staging):
         try:
-            return [typed(WrittenFile, file) for file in read_json(staging / f"part_{process}.json")]
+            return [parse_config(WrittenFile, file) for file in read_json(staging / f"part_{process}.json")]
         except FileNotFoundError:
             return None
 
@@ -383,14 +383,14 @@ def read_index(checkpoint: Path) -> Index:
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}")
         if (written := values.pop("format", None)) != FORMAT:
-            raise ValueError(f"it has format {show(written)}, this version of gpipe reads format {FORMAT}")
+            raise ValueError(f"it has format {format_value(written)}, this version of gpipe reads format {FORMAT}")
         if not isinstance(values.pop("config", None), str):  # for people only; `typed` accepts no text of several lines
             raise ValueError("config: must be a text")
         progress = {key: values.pop(key) for key in Progress.__dataclass_fields__ if key in values}
-        index = typed(Index, values | {"progress": progress})
+        index = parse_config(Index, values | {"progress": progress})
         _check_index(index, checkpoint.resolve().name)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else one_line(error)
+        why = error.strerror if isinstance(error, OSError) else error_text(error)
         why = str(why).partition(";")[0].replace("progress.", "")
         raise CorruptCheckpointError(
             f"{file}: is not the index of a checkpoint ({why[:_MAX_SHOWN_CHARACTERS]})"
@@ -407,7 +407,7 @@ def _check_index(index: Index, folder: str) -> None:
         f"step={at.step}: is not mini-batch {at.position} of epoch {at.epoch}, of {at.steps_per_epoch}": (
             at.step != at.epoch * at.steps_per_epoch + at.position or at.position > at.steps_per_epoch
         ),
-        f"best_step={show(at.best_step)}, best_score={show(at.best_score)}: do not go together": (
+        f"best_step={format_value(at.best_step)}, best_score={format_value(at.best_score)}: do not go together": (
             (at.best_step is None) != (at.best_score is None) or (at.best_step or 0) > at.step
         ),
         f"epoch_totals.top1={totals.top1}: of {totals.elements} elements": (
@@ -495,7 +495,7 @@ def _corrupt_checkpoint_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        why = getattr(error, "strerror", None) or one_line(error)
+        why = getattr(error, "strerror", None) or error_text(error)
         raise CorruptCheckpointError(f"{path}: part of the checkpoint cannot be read ({why})") from error
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
-from gpipe_cli.config.groups import TEXTS, ImagesConfig, TextConfig, choice_of
-from gpipe_cli.config.settings import TrainConfig, instead_of, read_config
-from gpipe_cli.errors import InputError, InvalidSettingError, show
+from gpipe_cli.config.groups import TEXT_DATASETS, ImagesConfig, TextConfig, group_choice
+from gpipe_cli.config.settings import TrainConfig, fallback_values, read_config
+from gpipe_cli.errors import InputError, InvalidSettingError, format_value
 from gpipe_cli.pipeline.runtime.tied_weights import canonical_names, find_ties
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint import files
@@ -52,7 +52,7 @@ class CheckpointCompatibility:
         saved_shapes = {name.removeprefix("model/"): tensor_headers[name][1] for name in saved_names}
         for name in canonical_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
             saved_shapes.pop(name, None)
-        source = read_config(run, instead_of(config))
+        source = read_config(run, fallback_values(config))
         return cls(f"{setting}={run}", checkpoint, config, source, index, tensor_headers, shapes, saved_shapes)
 
     def check_same_names(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -65,7 +65,11 @@ class CheckpointCompatibility:
     def check_same_tokenizer(self) -> None:
         """Refuse the checkpoint if the settings name another tokenizer than the run's, or the files that it saved."""
         mine, theirs = self.config.dataset, self.source.dataset
-        if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig) or not TEXTS[mine.name].tokenizer:
+        if (
+            not isinstance(mine, TextConfig)
+            or not isinstance(theirs, TextConfig)
+            or not TEXT_DATASETS[mine.name].tokenizer
+        ):
             return
         saved = files.run_folder_of(self.checkpoint) / TOKENIZER
         uses_saved = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
@@ -110,12 +114,14 @@ class CheckpointCompatibility:
 
     def _hint(self) -> str:
         """The remedy: the settings of model and classes that must be as in `source`."""
-        if choice_of(self.config.model) != choice_of(self.source.model):
-            return f"use model={choice_of(self.source.model)}, as there"
+        if group_choice(self.config.model) != group_choice(self.source.model):
+            return f"use model={group_choice(self.source.model)}, as there"
         settings, source_settings = asdict(self.config), asdict(self.source)
         for group, keys in (("model", source_settings["model"]), ("dataset", ("num_classes", "classes"))):
             mine, theirs = settings[group], source_settings[group]
-            other = [f"{group}.{key}={show(theirs.get(key))}" for key in keys if mine.get(key) != theirs.get(key)]
+            other = [
+                f"{group}.{key}={format_value(theirs.get(key))}" for key in keys if mine.get(key) != theirs.get(key)
+            ]
             if other:
                 return f"use {' '.join(other)}, as there"
         return "give the model's settings as they were there"
@@ -176,9 +182,8 @@ def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
         if key in _CHANGEABLE_SETTINGS or given[key] == before.get(key):
             continue
         setting = "dataset" if key == "name" else f"dataset.{key}"
-        why = (
-            f"the run that is resumed has {setting}={show(before.get(key))}, on which its position in the data depends"
-        )
+        value = format_value(before.get(key))
+        why = f"the run that is resumed has {setting}={value}, on which its position in the data depends"
         raise InvalidSettingError(setting, given[key], f"{why}; leave the setting out")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model, full_model_builder
-from gpipe_cli.config.settings import ONE_DEVICE, TrainConfig, find_run, load
+from gpipe_cli.config.settings import ONE_DEVICE, TrainConfig, find_run, load_run_config
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import canonical_names, find_ties
@@ -21,7 +21,7 @@ def load_run(run: str, averaged: bool | None, which: str, target: str | None) ->
         raise InvalidSettingError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
     folder = find_run("run_folder", run, "outputs")
     uncut = {**ONE_DEVICE, "partition.balance": None}
-    config = load(folder, target, lambda saved: f"target={saved!r} to the call", uncut)
+    config = load_run_config(folder, target, lambda saved: f"target={saved!r} to the call", uncut)
     if averaged and not config.ema_decay:
         raise InvalidSettingError(
             "averaged", True, "the run kept no average of its weights, as ema_decay=0; leave it out"

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Sequence
 
-from gpipe_cli.config.did_you_mean import nearest
+from gpipe_cli.config.did_you_mean import suggest_nearest
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.reporting.tables.table import FORMATS
 
 
-def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str], dict[str, str]]:
+def split_arguments(arguments: Sequence[str], *keys: str) -> tuple[list[str], dict[str, str]]:
     """The words among the arguments, and the settings in `keys` with their values; `format` has a default.
 
     Any other argument is a word, such as `micro_batches=4`, the folder of a sweep's run. Raises InputError for an empty
@@ -22,7 +22,7 @@ def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str],
     for key in (key for key, value in given.items() if not value):
         raise InvalidSettingError(key, "", f"must not be empty; give {key}=..., or leave it out")
     for key, equals, value in (word.partition("=") for word in words if not os.path.exists(word)):
-        if equals and (near := nearest(key, keys)):
+        if equals and (near := suggest_nearest(key, keys)):
             raise InvalidSettingError(key, value, f"there is no such setting{near}")
     if (form := given.setdefault("format", FORMATS[0])) not in FORMATS:
         raise InvalidSettingError("format", form, f"must be one of {', '.join(FORMATS)}; for example format=json")

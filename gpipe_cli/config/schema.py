@@ -11,62 +11,62 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gpipe_cli.config.did_you_mean import ELSEWHERE, nearest, written_here
-from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, is_one_line, show
+from gpipe_cli.config.did_you_mean import ALIASES, resolve_alias, suggest_nearest
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, format_value, is_one_line
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Within:
-    """The bounds of a number, both inclusive: `Annotated[int, Within(1, 1024)]`.
+class Range:
+    """The bounds of a number, both inclusive: `Annotated[int, Range(1, 1024)]`.
 
     Every number in a configuration has bounds, so that values computed from it do not overflow, and a zero too many
     does not start a hundred thousand processes.
     """
 
-    least: float
-    most: float
-    below: bool = False  # `most` itself is excluded
-    use: float | None = None  # value that the error proposes; None: the violated bound
+    minimum: float
+    maximum: float
+    exclusive_max: bool = False  # `maximum` itself is excluded
+    suggest: float | None = None  # value that the error proposes; None: the violated bound
     why: str = ""  # reason for the bound, shown in the error; "": the reason is obvious
 
 
-SMALLEST, LARGEST = 1e-30, 1e30  # bounds of floats, so that products and quotients of two are finite
-Count = Annotated[int, Within(1, 10**9)]
-Share = Annotated[float, Within(0, 1, below=True, use=0)]  # a fraction, 0 to below 1
-Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
-NotNegative = Annotated[float, Within(0, LARGEST)]
+MIN_FLOAT, MAX_FLOAT = 1e-30, 1e30  # bounds of floats, so that products and quotients of two are finite
+Count = Annotated[int, Range(1, 10**9)]
+Fraction = Annotated[float, Range(0, 1, exclusive_max=True, suggest=0)]  # a fraction, 0 to below 1
+Positive = Annotated[float, Range(MIN_FLOAT, MAX_FLOAT, suggest=1)]
+NotNegative = Annotated[float, Range(0, MAX_FLOAT)]
 
 
-def typed(kind: type[T], values: Any, place: str = "") -> T:
+def parse_config(kind: type[T], values: Any, place: str = "") -> T:
     """Converts nested dictionaries into the dataclass `kind` and those nested in it; `place`: the key of `values`.
     Raises InvalidValueError for an unknown key (naming the nearest known key), a value still to be given (`???`), a
     wrong type or a value out of range; InputError for a key that is missing or another choice's, and for a
     contradiction."""
-    made: T = _convert(kind, values, place, settings(kind))
+    made: T = _convert(kind, values, place, setting_names(kind))
     return made
 
 
-def settings(kind: type) -> list[str]:
+def setting_names(kind: type) -> list[str]:
     """Every key of the dataclass `kind` in dotted form, `model.filters`, including the groups themselves."""
     keys: list[str] = []
     for name, hint in get_type_hints(kind).items():
         keys.append(name)
-        for option in _groups(hint):
-            keys += [key for inner in settings(option) if (key := f"{name}.{inner}") not in keys]
+        for option in _group_types(hint):
+            keys += [key for inner in setting_names(option) if (key := f"{name}.{inner}") not in keys]
     return keys
 
 
-def choices(kind: type, key: str) -> list[str]:
+def allowed_words(kind: type, key: str) -> list[str]:
     """The words that the setting `key`, `model.variant`, accepts in any choice of its group; [] for other types."""
     first, _, inner = key.partition(".")
     words: list[str] = []
-    for option in _options(get_type_hints(kind).get(first)):
+    for option in _union_members(get_type_hints(kind).get(first)):
         if inner:
-            words += choices(option, inner) if _is_group(option) else []
+            words += allowed_words(option, inner) if _is_group(option) else []
         elif get_origin(option) is Literal:
-            words += map(show, get_args(option))
+            words += map(format_value, get_args(option))
         elif get_origin(option) is tuple and get_origin(get_args(option)[0]) is Literal:
             words += [f"[{word}]" for word in get_args(get_args(option)[0])]
         elif option is bool:
@@ -74,55 +74,57 @@ def choices(kind: type, key: str) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def unknown(key: str, value: object, choices: Sequence[str]) -> InvalidSettingError:
+def unknown_setting_error(key: str, value: object, choices: Sequence[str]) -> InvalidSettingError:
     """The error for a key that the given configuration does not have."""
     if key in choices and "." not in key:
         why = "the given configuration is not based on gpipe's own"
         return InvalidValueError(key, value, f"{why}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
         return InvalidSettingError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
-    ours = ELSEWHERE.get(key.rpartition(".")[2])
-    elsewhere = f"; write {ours}={show(value)}" if ours else nearest(key, _taking(value, choices))
+    ours = ALIASES.get(key.rpartition(".")[2])
+    elsewhere = (
+        f"; write {ours}={format_value(value)}" if ours else suggest_nearest(key, _settings_accepting(value, choices))
+    )
     return InvalidValueError(key, value, f"there is no such setting{elsewhere}; --cfg job lists all")
 
 
-def _taking(value: object, keys: Sequence[str]) -> list[str]:
+def _settings_accepting(value: object, keys: Sequence[str]) -> list[str]:
     """The settings that may take a value: a group takes the name of a choice only."""
     groups = () if isinstance(value, str) else {key.rpartition(".")[0] for key in keys}
     return [key for key in keys if key not in groups]
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """Quotes a text so that Hydra reads it verbatim, even a run folder named `micro_batches=4`."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(str(value), Quote.single).with_quotes()
 
 
-def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: int = 0) -> Any:
+def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, list_length: int = 0) -> Any:
     """`value` converted to `kind`. key: its setting; listed: it is an item of a list of so many, or of any number, 1;
     keys: suggestions for typos."""
     if value == "???":
         raise InvalidValueError(key, value, f"a value is required; give {key}=...")
-    if len(options := _groups(kind)) > 1:
-        return _convert(_option(options, value), value, key, keys)
+    if len(options := _group_types(kind)) > 1:
+        return _convert(_choose_option(options, value), value, key, keys)
     if get_origin(kind) is Annotated:
         bare, bounds = get_args(kind)
         number = _convert(bare, value, key, keys)
-        _check_bounds(key, number, bounds, listed)
+        _check_bounds(key, number, bounds, list_length)
         return number
     if get_origin(kind) in (UnionType, Union):  # `X | None`, or a number or a word, `X | Literal[...] | None`
         present, *words = (option for option in get_args(kind) if option is not NoneType)
         if value is None or any(value in get_args(option) for option in words):
             return value
         if words and type(value) is str:
-            known_words = ", ".join(map(show, get_args(words[0])))
+            known_words = ", ".join(map(format_value, get_args(words[0])))
             raise InvalidValueError(key, value, f"must be a number or {known_words}; for example {key}={known_words}")
         return _convert(present, value, key, keys)
     if _is_group(kind):
         if isinstance(value, dict):
-            return _group(kind, value, key, keys)
-        meant = nearest(key, _taking(None, keys), least=0.9)
+            return _convert_group(kind, value, key, keys)
+        meant = suggest_nearest(key, _settings_accepting(None, keys), minimum=0.9)
         allowed = "is a group of settings" + (meant or f"; set one of them, e.g. {key}.{fields(kind)[0].name}=...")
     elif get_origin(kind) is dict:
         if isinstance(value, dict):
@@ -131,18 +133,22 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: in
     elif get_origin(kind) is Literal:
         if any(type(value) is type(word) and value == word for word in get_args(kind)):
             return value
-        words = [show(word) for word in get_args(kind)]
-        meant = written_here(key, show(value)) or f"{key}={f'[{words[0]}]' if listed else words[0]}"
+        words = [format_value(word) for word in get_args(kind)]
+        meant = resolve_alias(key, format_value(value)) or f"{key}={f'[{words[0]}]' if list_length else words[0]}"
         allowed = f"must be one of {', '.join(words)}; for example {meant}"
     elif get_origin(kind) is tuple:
         item_kind, *more = get_args(kind)
         length = None if more == [...] else 1 + len(more)
-        given = value if isinstance(value, list) else [value] if length is None and _may_be(item_kind, value) else None
+        given = value if isinstance(value, list) else [value] if length is None and _is_item(item_kind, value) else None
         if given is not None and length in (None, len(given)):
-            return tuple(_convert(item_kind, item, key, keys, listed=length or 1) for item in given)
+            return tuple(_convert(item_kind, item, key, keys, list_length=length or 1) for item in given)
         count = f" of {length}" if length else ""
         words = [str(word) for word in get_args(item_kind)] if get_origin(item_kind) is Literal else []
-        example = [show(value)] if item_kind is str or show(value) in words else words[:1] or ["1"] * (length or 2)
+        example = (
+            [format_value(value)]
+            if item_kind is str or format_value(value) in words
+            else words[:1] or ["1"] * (length or 2)
+        )
         allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
     elif kind is str and type(value) is str:
         if is_one_line(value):
@@ -157,62 +163,62 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: in
             int: f"must be a whole number; for example {key}=4",
             float: f"must be a finite number; for example {key}=0.5",
             bool: f"must be true or false; for example {key}=true",
-            str: f"must be a text; put it in quotes: {key}='\"{show(value)}\"'",
+            str: f"must be a text; put it in quotes: {key}='\"{format_value(value)}\"'",
         }
         allowed = wanted[kind]
     raise InvalidValueError(key, value, allowed)
 
 
-def _may_be(kind: Any, value: Any) -> bool:
+def _is_item(kind: Any, value: Any) -> bool:
     """Whether a single value, `logger=wandb`, may stand for the only item of a list, whose items are of type `kind`."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     return type(value) in {int: (int,), float: (int, float), str: (str,)}.get(kind, (str,))
 
 
-def _check_bounds(key: str, number: float, bounds: Within, listed: int = 0) -> None:
+def _check_bounds(key: str, number: float, bounds: Range, list_length: int = 0) -> None:
     """Raises InvalidValueError for a number outside of its bounds, perhaps of a list of so many."""
-    above = number > bounds.most or (bounds.below and number == bounds.most)
-    if not above and number >= bounds.least:
+    above = number > bounds.maximum or (bounds.exclusive_max and number == bounds.maximum)
+    if not above and number >= bounds.minimum:
         return
-    lower = "above 0" if bounds.least == SMALLEST else f"{bounds.least:.10g} or more"
-    upper = f"{'below' if bounds.below else 'at most'} {bounds.most:.10g}"
-    use = bounds.use if bounds.use is not None else bounds.most if above else bounds.least
+    lower = "above 0" if bounds.minimum == MIN_FLOAT else f"{bounds.minimum:.10g} or more"
+    upper = f"{'below' if bounds.exclusive_max else 'at most'} {bounds.maximum:.10g}"
+    use = bounds.suggest if bounds.suggest is not None else bounds.maximum if above else bounds.minimum
     why = f", {bounds.why}" if bounds.why else ""
-    example = f"[{','.join([f'{use:.10g}'] * listed)}]" if listed > 1 else f"{use:.10g}"
+    example = f"[{','.join([f'{use:.10g}'] * list_length)}]" if list_length > 1 else f"{use:.10g}"
     raise InvalidValueError(key, number, f"must be {lower} and {upper}{why}; use {key}={example}")
 
 
-def bounds(group: Any, name: str) -> Within:
+def bounds(group: Any, name: str) -> Range:
     """The bounds of the number `name` in a group of settings."""
-    within: Within
+    within: Range
     (within,) = get_type_hints(type(group), include_extras=True)[name].__metadata__
     return within
 
 
-def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
+def _convert_group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
     prefix = f"{path}." if path else ""
     hints = get_type_hints(kind, include_extras=True)
     for name, value in values.items():
         if name not in hints:
-            raise unknown(f"{prefix}{name}", value, keys)
+            raise unknown_setting_error(f"{prefix}{name}", value, keys)
     for field in fields(kind):
         if field.name not in values and field.default is MISSING:
             raise InputError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
     return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
+def _union_members(kind: Any) -> tuple[Any, ...]:
     """The members of a union type; for any other type, that type alone."""
     return get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
 
 
-def _groups(kind: Any) -> list[Any]:
+def _group_types(kind: Any) -> list[Any]:
     """The dataclasses that a setting's type allows: none for a plain value, several for a union of them."""
-    return [option for option in _options(kind) if _is_group(option)]
+    return [option for option in _union_members(kind) if _is_group(option)]
 
 
-def _option(options: Sequence[Any], value: Any) -> Any:
+def _choose_option(options: Sequence[Any], value: Any) -> Any:
     """The dataclass whose `name`, a Literal, allows that of `value`; else, of those whose `name` is any text, that
     with most of the other settings."""
     given = value if isinstance(value, dict) else {}

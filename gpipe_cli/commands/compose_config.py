@@ -3,7 +3,7 @@ dataclasses.
 
 Everything goes through Hydra's public functions: `initialize_config_dir`, `compose` and the parser of overrides. Hydra
 only chooses and composes files; values are set in the composed tree, so that gpipe words the errors in values, and the
-runs of a sweep share what was composed. No public function does the work of `_hydras_own_program`.
+runs of a sweep share what was composed. No public function does the work of `_run_hydra_program`.
 """
 
 import copy
@@ -30,30 +30,30 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.commands.command_line import CommandLine, parsed_settings, translated
-from gpipe_cli.config.comments import FOLDER, GROUPS
-from gpipe_cli.config.did_you_mean import nearest
-from gpipe_cli.config.groups import IMAGES, SCALING, ImagesConfig
+from gpipe_cli.commands.command_line import CommandLine, parse_settings, to_input_error
+from gpipe_cli.config.comments import CONF_DIR, GROUPS
+from gpipe_cli.config.did_you_mean import suggest_nearest
+from gpipe_cli.config.groups import IMAGE_DATASETS, PREPROCESSING_KEYS, ImagesConfig
+from gpipe_cli.config.schema import quote, setting_names, unknown_setting_error
 from gpipe_cli.config.settings import (
     AUTO,
     AUTO_BATCH,
-    CONFIG,
-    OWNERS,
+    COMMAND_ONLY,
+    CONFIG_FILE,
     TrainConfig,
-    from_tree,
+    fallback_values,
+    from_cfg,
     from_values,
-    instead_of,
     key_of,
     load_yaml,
-    owner,
+    only_command_of,
+    overridden_batch_key,
     plain_values,
     read_config,
-    replaced_batch,
-    resolved,
+    resolve_value,
     set_value,
 )
-from gpipe_cli.config.typed import quoted, settings, unknown
-from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, one_line, with_type
+from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, describe_error, error_text
 from gpipe_cli.planner.step_schedule import check_schedule_files
 from gpipe_cli.schedule.placement import PLACEMENTS
 from gpipe_cli.system.interrupts import import_apart
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from gpipe_cli.models.preprocessing import Preprocessing
 
 T = TypeVar("T")
-TRAINING_KEYS = tuple(settings(TrainConfig))
-_DIVISION = re.compile(r"^.* --help-all\n\n", re.MULTILINE)  # the line between what --help shows and the rest
+TRAINING_KEYS = tuple(setting_names(TrainConfig))
+_HELP_ALL_HEADING = re.compile(r"^.* --help-all\n\n", re.MULTILINE)  # the line between what --help shows and the rest
 
 
 def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
@@ -71,14 +71,16 @@ def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> li
     that a file sweeps (`hydra.sweeper.params`); typed ones win. Raises InputError."""
     typed = [*(f"{key}={value}" for key, value in (more or {}).items()), *line.typed]
     try:
-        with _initialized(line):  # glob(*) looks up the choices of a group
+        with _hydra_context(line):  # glob(*) looks up the choices of a group
             parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(typed)
-            return list(itertools.product(*{setting.get_key_element(): _each(setting) for setting in parsed}.values()))
+            return list(
+                itertools.product(*{setting.get_key_element(): _expand_sweep(setting) for setting in parsed}.values())
+            )
     except HydraException as error:
-        raise translated(error) from error
+        raise to_input_error(error) from error
 
 
-def _each(setting: Override) -> list[str]:
+def _expand_sweep(setting: Override) -> list[str]:
     """A setting with each of its values. Raises InvalidSettingError for bounds, `seed=interval(0,9)`."""
     if not setting.is_sweep_override():
         return [str(setting.input_line)]
@@ -89,30 +91,31 @@ def _each(setting: Override) -> list[str]:
 
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
-    """The tree of `conf/COMMAND.yaml` with what was typed; for `keys` see `Trees`. None if something was printed
-    instead (`--help`, `--help-all`, `--cfg`, `--info`, completion). Raises InputError if it cannot be composed."""
+    """The tree of `conf/COMMAND.yaml` with what was typed; for `keys` see `ConfigComposer`. None if something was
+    printed instead (`--help`, `--help-all`, `--cfg`, `--info`, completion). Raises InputError if it cannot be
+    composed."""
     options = line.options
-    if line.is_question and not (options["help"] or options["help_all"] or options["cfg"]):
-        _hydras_own_program(line)
+    if line.only_prints and not (options["help"] or options["help_all"] or options["cfg"]):
+        _run_hydra_program(line)
         return None
-    tree = Trees(line, keys).whole(line.fixed if options["multirun"] else line.typed)
+    cfg = ConfigComposer(line, keys).compose_full(line.unswept if options["multirun"] else line.typed)
     if options["help"] or options["help_all"]:
-        template = Template(tree.hydra.help.template)
-        shown = template.safe_substitute(APP_CONFIG_GROUPS=_groups_shown(line, tree)) + "\n"
-        if (divided := _DIVISION.search(shown)) is not None:
+        template = Template(cfg.hydra.help.template)
+        shown = template.safe_substitute(APP_CONFIG_GROUPS=_describe_groups(line, cfg)) + "\n"
+        if (divided := _HELP_ALL_HEADING.search(shown)) is not None:
             shown = shown.replace(divided[0], "") if options["help_all"] else shown[: divided.end() - 1]
         sys.stdout.write(shown)
         return None
     if options["cfg"] is not None:
-        sys.stdout.write(_shown(tree, options))
+        sys.stdout.write(_cfg_text(cfg, options))
         return None
-    return _own_part(line.command, tree)
+    return _strip_hydra_and_foreign_keys(line.command, cfg)
 
 
-def _shown(tree: DictConfig, options: Mapping[str, Any]) -> str:
+def _cfg_text(cfg: DictConfig, options: Mapping[str, Any]) -> str:
     """What `--cfg` prints."""
-    keys = [str(key) for key in tree if options["cfg"] in ("all", "hydra" if key == "hydra" else "job")]
-    shown: Any = OmegaConf.masked_copy(tree, keys)
+    keys = [str(key) for key in cfg if options["cfg"] in ("all", "hydra" if key == "hydra" else "job")]
+    shown: Any = OmegaConf.masked_copy(cfg, keys)
     header = ""
     package = options["package"]
     if package is not None:
@@ -123,19 +126,19 @@ def _shown(tree: DictConfig, options: Mapping[str, Any]) -> str:
     return header + OmegaConf.to_yaml(shown, resolve=options["resolve"])
 
 
-def _groups_shown(line: CommandLine, tree: DictConfig) -> str:
+def _describe_groups(line: CommandLine, cfg: DictConfig) -> str:
     """Each group with its choices, the files of its folder in `conf/` and in the user's own folders, and in parentheses
     the chosen file."""
     shown = list[str]()
-    chosen = tree.hydra.runtime.choices
+    chosen = cfg.hydra.runtime.choices
     for group in (group for group in GROUPS if group in chosen):
-        files = [file for folder in (FOLDER, *_user_folders(line)) for file in (folder / group).glob("*.yaml")]
+        files = [file for folder in (CONF_DIR, *_user_folders(line)) for file in (folder / group).glob("*.yaml")]
         text = f"{' | '.join(sorted({file.stem for file in files}))} ({chosen[group]})"
         shown += textwrap.wrap(text, 120, initial_indent=f"  {group:<17}", subsequent_indent=" " * 19)
     return "\n".join(shown)
 
 
-def _hydras_own_program(line: CommandLine) -> None:
+def _run_hydra_program(line: CommandLine) -> None:
     """Let Hydra print what only it knows: `--info`, `--hydra-help`, and completion for shells.
 
     Hydra has no function for these, only options of the program that `hydra.main` makes, which reads `sys.argv`.
@@ -153,76 +156,78 @@ def _hydras_own_program(line: CommandLine) -> None:
         sys.argv = argv
 
 
-class Trees:
+class ConfigComposer:
     """The trees of a command line or of a sweep's runs. Composing a tree takes Hydra 0.1 to 0.2 s, so each choice of
     groups is composed once, and the other settings are set in a copy.
 
-    `keys`: the settings that the command takes beside those that belong to it alone (`OWNERS`).
+    `keys`: the settings that the command takes beside those that belong to it alone (`COMMAND_ONLY`).
     """
 
     def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
         self._line = line
-        self._keys = [*keys, *(key for key, command in OWNERS.items() if command == line.command)]
-        self._folders = [FOLDER, *_user_folders(line)]
+        self._keys = [*keys, *(key for key, command in COMMAND_ONLY.items() if command == line.command)]
+        self._folders = [CONF_DIR, *_user_folders(line)]
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
-    def tree(self, typed: Sequence[str]) -> DictConfig:
+    def compose(self, typed: Sequence[str]) -> DictConfig:
         """The tree with these settings, without Hydra's part and without a recipe's settings for other commands. Raises
         InputError."""
-        return _own_part(self._line.command, self.whole(typed))
+        return _strip_hydra_and_foreign_keys(self._line.command, self.compose_full(typed))
 
-    def whole(self, typed: Sequence[str]) -> DictConfig:
+    def compose_full(self, typed: Sequence[str]) -> DictConfig:
         """The tree with these settings, Hydra's part included. Raises InputError."""
-        parsed = parsed_settings(typed)
+        parsed = parse_settings(typed)
         for setting in parsed:  # a recipe may have keys of other commands, which nobody may type
             key = setting.key_or_group
-            command = owner(key)
+            command = only_command_of(key)
             if not setting.is_delete() and command not in (None, self._line.command):
                 why = f"gpipe {self._line.command} has no such setting, gpipe {command} has"
-                raise InvalidSettingError(key, setting.value(), why + (nearest(key, self._keys) or "; leave it out"))
-        chosen = tuple(str(setting.input_line) for setting in parsed if self._chooses(setting))
+                raise InvalidSettingError(
+                    key, setting.value(), why + (suggest_nearest(key, self._keys) or "; leave it out")
+                )
+        chosen = tuple(str(setting.input_line) for setting in parsed if self._selects_files(setting))
         if chosen not in self._composed:
-            self._composed[chosen] = _composed(self._line, chosen)
-        tree = copy.deepcopy(self._composed[chosen])
+            self._composed[chosen] = _compose_with_hydra(self._line, chosen)
+        cfg = copy.deepcopy(self._composed[chosen])
         for setting in parsed:
-            if not self._chooses(setting):
-                self._set(tree, setting)
-        return tree
+            if not self._selects_files(setting):
+                self._set_value(cfg, setting)
+        return cfg
 
-    def _chooses(self, setting: Override) -> bool:
+    def _selects_files(self, setting: Override) -> bool:
         """Whether a setting chooses files or removes something, so that Hydra has to compose with it."""
         key = setting.key_or_group
         group = "/" in key or any((folder / key).is_dir() for folder in self._folders)
         return group or setting.is_delete() or setting.package is not None or key == "hydra.searchpath"
 
-    def _set(self, tree: DictConfig, setting: Override) -> None:
+    def _set_value(self, cfg: DictConfig, setting: Override) -> None:
         key, value = setting.key_or_group, setting.value()
         # a missing key of this command is added: a recipe for another command lacks it
-        added = setting.is_add() or setting.is_force_add() or owner(key) is not None
+        added = setting.is_add() or setting.is_force_add() or only_command_of(key) is not None
         try:
-            merged = isinstance(value, dict) or not isinstance(OmegaConf.select(tree, key), DictConfig)
-            OmegaConf.update(tree, key, value, merge=merged, force_add=added)
+            merged = isinstance(value, dict) or not isinstance(OmegaConf.select(cfg, key), DictConfig)
+            OmegaConf.update(cfg, key, value, merge=merged, force_add=added)
         except (ConfigAttributeError, ConfigKeyError) as error:
             if key.startswith("hydra."):
                 raise InvalidValueError(key, value, "Hydra has no such setting; --cfg hydra lists all") from error
-            raise unknown(key, value, self._keys) from error
+            raise unknown_setting_error(key, value, self._keys) from error
         except OmegaConfBaseException as error:
-            raise InvalidValueError(key, value, f"{one_line(error)}; give another value, or leave it out") from error
+            raise InvalidValueError(key, value, f"{error_text(error)}; give another value, or leave it out") from error
 
 
-def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
+def _compose_with_hydra(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
     """What Hydra composes for these choices. Raises InputError."""
     try:
         primary = _check_files(line, chosen)
-        if line.of_file:
+        if line.from_file:
             _check_search_path(primary, chosen)
-        search_path = _search_path(line, primary)
+        search_path = _search_path_setting(line, primary)
         kept = [choice for choice in chosen if not search_path or key_of(choice) != "hydra.searchpath"]
-        with warnings.catch_warnings(), _initialized(line):
+        with warnings.catch_warnings(), _hydra_context(line):
             warnings.simplefilter("error", UserWarning)  # of a missing entry in hydra.searchpath
             return hydra.compose(line.options["config_name"] or line.command, [*kept, *search_path], True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise translated(error) from error
+        raise to_input_error(error) from error
     except RecursionError as error:
         raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
     except InputError:
@@ -231,7 +236,7 @@ def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
         given = [choice for choice in chosen if choice.startswith("~") or key_of(choice).startswith("hydra")]
         if (name := line.options["config_name"]) is not None:
             given.append(f"-cn {name}")
-        why = f"Hydra cannot use it ({with_type(error)})"
+        why = f"Hydra cannot use it ({describe_error(error)})"
         raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or leave it out") from error
 
 
@@ -247,26 +252,26 @@ def _user_folders(line: CommandLine) -> list[Path]:
 def _main_folder(line: CommandLine) -> Path:
     """The folder of the primary configuration file, which Hydra looks for in a single place."""
     file = f"{(line.options['config_name'] or line.command).removesuffix('.yaml')}.yaml"
-    return next((folder for folder in (FOLDER, *_user_folders(line)) if (folder / file).is_file()), FOLDER)
+    return next((folder for folder in (CONF_DIR, *_user_folders(line)) if (folder / file).is_file()), CONF_DIR)
 
 
-def _initialized(line: CommandLine) -> AbstractContextManager[None]:
+def _hydra_context(line: CommandLine) -> AbstractContextManager[None]:
     """A context in which Hydra can compose."""
     return hydra.initialize_config_dir(str(_main_folder(line).absolute()), version_base="1.3")
 
 
-def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
+def _search_path_setting(line: CommandLine, primary: DictConfig | None) -> list[str]:
     """The setting that adds all folders but the main one to Hydra's search path; [] if there are no others. `primary`:
     the user's primary file, which may name more folders."""
     given = line.overrides.get("hydra.searchpath")
     if given is None and primary is not None:
         entries = OmegaConf.select(primary, "hydra.searchpath")
         given = None if entries is None else OmegaConf.to_container(entries)
-    others = [str(folder.absolute()) for folder in (FOLDER, *_user_folders(line)) if folder != _main_folder(line)]
+    others = [str(folder.absolute()) for folder in (CONF_DIR, *_user_folders(line)) if folder != _main_folder(line)]
     if not others or not isinstance(given, list | None):
         return []
     others += [entry for entry in given or [] if str(Path(entry).absolute()) not in others]
-    return [f"hydra.searchpath=[{','.join(map(quoted, others))}]"]
+    return [f"hydra.searchpath=[{','.join(map(quote, others))}]"]
 
 
 def _check_search_path(primary: DictConfig | None, chosen: Sequence[str]) -> None:
@@ -293,122 +298,123 @@ def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
             if file in seen or not file.is_file():
                 continue
             seen.add(file)
-            tree = load_yaml(file)
-            primary = primary or tree
-            defaults = OmegaConf.select(tree, "defaults")
+            cfg = load_yaml(file)
+            primary = primary or cfg
+            defaults = OmegaConf.select(cfg, "defaults")
             for default in defaults if isinstance(defaults, ListConfig) else ():
                 pairs = default.items() if isinstance(default, DictConfig) else [("", default)]
                 waiting += ["/".join([*str(key).split()[-1:], str(value)]).lstrip("/") for key, value in pairs]
     return primary
 
 
-def _own_part(command: str, tree: DictConfig) -> DictConfig:
-    with open_dict(tree):
-        del tree["hydra"]
-    drop_others(command, tree)
-    return tree
+def _strip_hydra_and_foreign_keys(command: str, cfg: DictConfig) -> DictConfig:
+    with open_dict(cfg):
+        del cfg["hydra"]
+    strip_foreign_keys(command, cfg)
+    return cfg
 
 
-def drop_others(command: str, tree: DictConfig) -> None:
-    """Remove from `tree` what a recipe's file has for other commands."""
-    with open_dict(tree):
-        for key in [key for key, owning_command in OWNERS.items() if owning_command != command]:
-            tree.pop(key, None)
+def strip_foreign_keys(command: str, cfg: DictConfig) -> None:
+    """Remove from `cfg` what a recipe's file has for other commands."""
+    with open_dict(cfg):
+        for key in [key for key, owning_command in COMMAND_ONLY.items() if owning_command != command]:
+            cfg.pop(key, None)
 
 
-def own(kind: type[T], command: str, tree: DictConfig) -> T:
-    """The settings of `command` beside those of a training, taken out of `tree`; any that a recipe lacks are as in
-    `conf/COMMAND.yaml`. Raises InputError, as `from_tree`."""
+def command_settings(kind: type[T], command: str, cfg: DictConfig) -> T:
+    """The settings of `command` beside those of a training, taken out of `cfg`; any that a recipe lacks are as in
+    `conf/COMMAND.yaml`. Raises InputError, as `from_cfg`."""
     text = resources.files("gpipe_cli.conf").joinpath(f"{command}.yaml").read_text(encoding="utf-8")
     defaults = OmegaConf.create(text.partition("\nhydra:")[0])
-    with open_dict(tree):
-        given = {key: tree.pop(key, OmegaConf.select(defaults, key)) for key in settings(kind)}
-    return from_tree(kind, OmegaConf.create(given))
+    with open_dict(cfg):
+        values = {key: cfg.pop(key, OmegaConf.select(defaults, key)) for key in setting_names(kind)}
+    return from_cfg(kind, OmegaConf.create(values))
 
 
-def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The training that `tree` describes, and the keys of its `auto` settings, for which `take_auto` has set numbers.
+def training_config(cfg: DictConfig, overrides: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The training that `cfg` describes, and the keys of its `auto` settings, for which `substitute_auto` has set
+    numbers.
 
-    `given`: the typed settings. Raises InputError, as `from_tree`.
+    `overrides`: the typed settings. Raises InputError, as `from_cfg`.
     """
-    if (key := replaced_batch(given)) is not None:  # the value replaced is a default or a preset's
-        OmegaConf.update(tree, key, None, force_add=True)
-    _take_size_of_tokenizer(tree, given)
-    auto = take_auto(tree)
-    config = _with_preprocessing(tree, given)
+    if (key := overridden_batch_key(overrides)) is not None:  # the value replaced is a default or a preset's
+        OmegaConf.update(cfg, key, None, force_add=True)
+    _set_vocabulary_size(cfg, overrides)
+    auto = substitute_auto(cfg)
+    config = _resolve_preprocessing(cfg, overrides)
     if not auto:
         check_schedule_files(config)
     return config, auto
 
 
-def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run, with the settings in `given` in place of its own.
+def apply_overrides(saved: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run, with the settings in `overrides` in place of its own.
 
-    A group given as the choice that the run already has keeps the run's settings. Raises InputError, as `from_tree`.
+    A group given as the choice that the run already has keeps the run's settings. Raises InputError, as `from_cfg`.
     """
     values = plain_values(OmegaConf.create(asdict(saved)))
     saved_dataset = dict(values["dataset"])
-    if (partitions := given.get("partitions", saved.partitions)) != saved.partitions:
+    if (partitions := overrides.get("partitions", saved.partitions)) != saved.partitions:
         values["partition"]["balance"] = None  # the balance is for another number of partitions
         if saved.placement not in PLACEMENTS:
             values["placement"] = None
         if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
             values["stages_per_process"] = None  # the model has fewer stages than that
-    if (replaced := replaced_batch(given)) is not None:
+    if (replaced := overridden_batch_key(overrides)) is not None:
         values[replaced] = None
-    if given.get("partition.balance") is not None:
+    if overrides.get("partition.balance") is not None:
         values["partition"]["method"] = "exact"  # the given balance replaces the run's method
-    if given.get("partition.method", "exact") != "exact":
+    if overrides.get("partition.method", "exact") != "exact":
         values["partition"]["balance"] = None
-    for key, setting in given.items():
-        value = resolved(setting)
+    for key, setting in overrides.items():
+        value = resolve_value(setting)
         if key not in GROUPS or value["name"] != values[key]["name"]:
             set_value(values, key, value)
     # other images are scaled as those that the weights have seen
-    unset = [key for key in SCALING if key in saved_dataset and values["dataset"].get(key) is None]
+    unset = [key for key in PREPROCESSING_KEYS if key in saved_dataset and values["dataset"].get(key) is None]
     values["dataset"] |= {key: saved_dataset[key] for key in unset}
     return from_values(TrainConfig, values)
 
 
-def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> None:
+def _set_vocabulary_size(cfg: DictConfig, overrides: Mapping[str, object]) -> None:
     """Sets dataset.vocabulary to the size of dataset.tokenizer, if the vocabulary is null or only the tokenizer was
     typed. Raises InvalidSettingError for a tokenizer that cannot be read."""
-    place, size = (OmegaConf.select(tree, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
-    typed_alone = "dataset.tokenizer" in given and "dataset.vocabulary" not in given
+    place, size = (OmegaConf.select(cfg, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
+    typed_alone = "dataset.tokenizer" in overrides and "dataset.vocabulary" not in overrides
     if isinstance(place, str) and (size is None or typed_alone):
         import_apart("gpipe_cli.data.pretrained_tokenizer")  # torch comes with it
         from gpipe_cli.data.pretrained_tokenizer import HFTokenizer
 
-        OmegaConf.update(tree, "dataset.vocabulary", HFTokenizer(place).size)
+        OmegaConf.update(cfg, "dataset.vocabulary", HFTokenizer(place).size)
 
 
-def _with_preprocessing(tree: DictConfig, given: Mapping[str, object]) -> TrainConfig:
-    """The training that `tree` describes. What is null of dataset.mean, std and interpolation becomes what its initial
+def _resolve_preprocessing(cfg: DictConfig, overrides: Mapping[str, object]) -> TrainConfig:
+    """The training that `cfg` describes. What is null of dataset.mean, std and interpolation becomes what its initial
     weights were trained with, or else the default. With pretrained weights dataset.image_size becomes theirs, too,
-    unless it was typed or a file of the user's sets another than `conf/dataset`. Raises InputError, as `from_tree`."""
-    if OmegaConf.select(tree, "dataset.name") not in IMAGES:
-        return from_tree(TrainConfig, tree)
-    unset = [key for key in SCALING if OmegaConf.select(tree, f"dataset.{key}") is None]
-    with open_dict(tree):
+    unless it was typed or a file of the user's sets another than `conf/dataset`. Raises InputError, as `from_cfg`."""
+    if OmegaConf.select(cfg, "dataset.name") not in IMAGE_DATASETS:
+        return from_cfg(TrainConfig, cfg)
+    unset = [key for key in PREPROCESSING_KEYS if OmegaConf.select(cfg, f"dataset.{key}") is None]
+    with open_dict(cfg):
         for key in unset:
-            tree.dataset.pop(key, None)
-    config = from_tree(TrainConfig, tree)
-    if (trained := _trained_with(config)) is None:
+            cfg.dataset.pop(key, None)
+    config = from_cfg(TrainConfig, cfg)
+    if (trained := _pretrained_preprocessing(config)) is None:
         return config
-    usual_size = load_yaml(FOLDER / "dataset" / f"{config.dataset.name}.yaml").image_size
-    if config.init_from is None and "dataset.image_size" not in given and tree.dataset.image_size == usual_size:
+    usual_size = load_yaml(CONF_DIR / "dataset" / f"{config.dataset.name}.yaml").image_size
+    if config.init_from is None and "dataset.image_size" not in overrides and cfg.dataset.image_size == usual_size:
         unset.append("image_size")
-    OmegaConf.update(tree, "dataset", {key: getattr(trained, key) for key in unset}, force_add=True)
-    return from_tree(TrainConfig, tree)
+    OmegaConf.update(cfg, "dataset", {key: getattr(trained, key) for key in unset}, force_add=True)
+    return from_cfg(TrainConfig, cfg)
 
 
-def _trained_with(config: TrainConfig) -> "ImagesConfig | Preprocessing | None":
+def _pretrained_preprocessing(config: TrainConfig) -> "ImagesConfig | Preprocessing | None":
     """How the images were scaled on which the initial weights of a training were trained, be they of a run or
     pretrained; None without such weights, or if nobody knows."""
     model = config.model
     if config.init_from is not None:  # a folder without a run is refused later
         folder = Path(config.init_from)
-        saved = read_config(folder, instead_of(config)).dataset if (folder / CONFIG).is_file() else None
+        saved = read_config(folder, fallback_values(config)).dataset if (folder / CONFIG_FILE).is_file() else None
         return saved if isinstance(saved, ImagesConfig) else None
     if not getattr(model, "pretrained", False) and getattr(model, "weights", None) is None:
         return None
@@ -418,13 +424,13 @@ def _trained_with(config: TrainConfig) -> "ImagesConfig | Preprocessing | None":
     return preprocessing_of(config)
 
 
-def take_auto(tree: DictConfig) -> tuple[str, ...]:
-    """The keys of the `auto` settings. In `tree` each becomes 1, but batch_size a sample per micro-batch."""
-    auto = tuple(key for key in (*AUTO, *AUTO_BATCH) if OmegaConf.select(tree, key) == "auto")
+def substitute_auto(cfg: DictConfig) -> tuple[str, ...]:
+    """The keys of the `auto` settings. In `cfg` each becomes 1, but batch_size a sample per micro-batch."""
+    auto = tuple(key for key in (*AUTO, *AUTO_BATCH) if OmegaConf.select(cfg, key) == "auto")
     for key in auto:
-        OmegaConf.update(tree, key, 1)
+        OmegaConf.update(cfg, key, 1)
     if "batch_size" in auto:
-        counts = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
+        counts = [OmegaConf.select(cfg, key) for key in ("micro_batches", "replicas")]
         if all(isinstance(count, int) and count > 0 for count in counts):  # anything else is refused later, as typed
-            OmegaConf.update(tree, "batch_size", math.prod(counts))
+            OmegaConf.update(cfg, "batch_size", math.prod(counts))
     return auto

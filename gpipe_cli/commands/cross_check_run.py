@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from gpipe_cli.commands.prepare import check_feasible
-from gpipe_cli.config.groups import choice_of
+from gpipe_cli.config.groups import group_choice
 from gpipe_cli.config.settings import CheckSettings, PartitionConfig, TrainConfig
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.launch.fork_server import temporary_folder
@@ -38,21 +38,21 @@ from gpipe_cli.verify.variants import REFERENCES
 
 
 @dataclass(eq=False)
-class _Contestant:
+class _Competitor:
     program: verify.Program
     schedule: str  # the name to show; for torch the name of its class
     spec: PipelineSpec
     gradients: Path  # the folder with the gradients of the contestant's first step
-    left_out: str = ""  # why the contestant does not take part
+    excluded_reason: str = ""  # why the contestant does not take part
     failure: str = ""
     rounds: list[list[verify.Ran]] = field(default_factory=list)
 
     def seconds(self) -> float:
         """Seconds of a step; infinite if no step was measured."""
-        measured = self.measured()
-        return math.inf if measured is None else measured.seconds
+        measurement = self.measurement()
+        return math.inf if measurement is None else measurement.seconds
 
-    def measured(self) -> Measurement | None:
+    def measurement(self) -> Measurement | None:
         if not self.rounds:
             return None
         # a step ends when its slowest process does
@@ -61,7 +61,7 @@ class _Contestant:
         return Measurement(all_runs[0].samples, steps, max(ran.memory_bytes for ran in all_runs))
 
 
-def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> int:
+def run_cross_check(config: TrainConfig, settings: CheckSettings, folder: Path) -> int:
     """Compare with the other program, and write check.json into `folder`. Returns the exit code: 0 the gradients agree,
     1 some differ or cannot be compared. Raises InputError for what the user can fix."""
     _check_comparable(config, settings)
@@ -72,11 +72,11 @@ def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> i
         tempfile.TemporaryDirectory(dir=temporary_folder()) as files,
         console.status("starting ...") as status,  # shown in a terminal only
     ):
-        match = _Match(config, settings, Path(files))
-        print_fields(console, match.facts())
+        cross_check = _CrossCheck(config, settings, Path(files))
+        print_fields(console, cross_check.facts())
         for number in range(settings.against_rounds):
-            match.hold(number, status.update)
-        report = match.report()
+            cross_check.run_round(number, status.update)
+        report = cross_check.report()
     show_against(console, folder, report)
     return 0 if report.agrees else 1
 
@@ -98,7 +98,7 @@ def _check_comparable(config: TrainConfig, settings: CheckSettings) -> None:
         raise InputError(f"{against}: torchgpipe is not installed; pip install 'gpipe-cli[torchgpipe]'")
 
 
-class _Match:
+class _CrossCheck:
     """All contestants: ours with each of `REFERENCES`, those of the other program, and plain PyTorch."""
 
     def __init__(self, config: TrainConfig, settings: CheckSettings, files: Path) -> None:
@@ -107,7 +107,7 @@ class _Match:
             zero = {key: 0.0 for key in ("dropout", "attention_dropout", "drop_path") if hasattr(config.model, key)}
             config = replace(config, model=replace(config.model, **zero))  # type: ignore[arg-type]  # fields that it has
         threads = config.threads or own_threads(config.partitions)
-        self._settings, self._files, self._given = settings, files, config
+        self._settings, self._files, self._requested_config = settings, files, config
         self._config = replace(
             config, threads=threads, recompute="never" if config.recompute == "auto" else config.recompute,
             executor="distributed" if distributed else "in_process", placement=None, ema_decay=0.0,
@@ -115,22 +115,22 @@ class _Match:
         )  # fmt: skip
         self._profile = profile_model(self._config)
         self._layers = [cost.name for cost in self._profile.costs]
-        self._ours = [self._contestant("gpipe", name, schedule=name) for name in REFERENCES]
+        self._ours = [self._competitor("gpipe", name, schedule=name) for name in REFERENCES]
         gpipe, one_f_one_b = self._ours
         theirs = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b} if distributed else {"torchgpipe": gpipe}
         program: verify.Program = "torch" if distributed else "torchgpipe"
         # each contestant of another program, and ours that it is compared with; None: the fastest of ours
-        self._pairs: list[tuple[_Contestant, _Contestant | None]] = [
-            (self._contestant(program, name, schedule=ours.schedule), ours) for name, ours in theirs.items()
+        self._pairs: list[tuple[_Competitor, _Competitor | None]] = [
+            (self._competitor(program, name, schedule=ours.schedule), ours) for name, ours in theirs.items()
         ]
         threads = usable_cores()  # more would take turns, and flatter ours
-        plain = self._contestant(
+        plain = self._competitor(
             "pytorch", f"plain PyTorch, {plural(threads, 'thread')}", schedule="gpipe", partitions=1, threads=threads,
             partition=PartitionConfig(None), executor="in_process", recompute="never",
         )  # fmt: skip
         self._pairs += [(plain, None)]
 
-    def _contestant(self, program: verify.Program, name: str, **settings: object) -> _Contestant:
+    def _competitor(self, program: verify.Program, name: str, **settings: object) -> _Competitor:
         config = replace(self._config, **settings)  # type: ignore[arg-type]  # fields that it has
         spec = make_pipeline_spec(config, self._profile)
         why = ""
@@ -142,14 +142,14 @@ class _Match:
             why = "torchgpipe passes on only what its own @skippable layers stash, and the model has skips"
         folder = self._files / name
         folder.mkdir()
-        return _Contestant(program, name, spec, folder, why)
+        return _Competitor(program, name, spec, folder, why)
 
     def facts(self) -> list[tuple[str, str]]:
         config, settings = self._config, self._settings
         theirs = f"torch {torch.__version__}" if settings.against == "torch" else "torchgpipe"
         processes = plural(self._ours[0].spec.layout.processes, "process")
         facts = [
-            ("model", f"{choice_of(config.model)}: {plural(len(self._layers), 'layer')}"),
+            ("model", f"{group_choice(config.model)}: {plural(len(self._layers), 'layer')}"),
             ("against", f"{theirs}; {processes}, {plural(config.threads or 1, 'thread')} each"),
             ("measured", f"{plural(settings.against_rounds, 'round')} in turns, median of "
                          f"{plural(settings.against_steps, 'step')}; gpipe has recompute={config.recompute}"),
@@ -158,15 +158,15 @@ class _Match:
             facts.append(("left out", "dropout, which torchgpipe seeds in another way, is 0 for both"))
         return facts
 
-    def hold(self, number: int, show_status: Callable[[str], None]) -> None:
+    def run_round(self, number: int, show_status: Callable[[str], None]) -> None:
         """Round `number`: all contestants that have not failed, in turns."""
-        for contestant in (*self._ours, *(theirs for theirs, _ in self._pairs)):
-            if not contestant.left_out and not contestant.failure:
-                what = f"{contestant.program} {contestant.schedule}"
+        for competitor in (*self._ours, *(theirs for theirs, _ in self._pairs)):
+            if not competitor.excluded_reason and not competitor.failure:
+                what = f"{competitor.program} {competitor.schedule}"
                 show_status(f"round {number + 1} of {self._settings.against_rounds}: {what}")
-                self._run(contestant)
+                self._run(competitor)
 
-    def _run(self, contestant: _Contestant) -> None:
+    def _run(self, competitor: _Competitor) -> None:
         runs: list[verify.Ran] = []
         failed: dict[int, str] = {}
 
@@ -178,16 +178,16 @@ class _Match:
                     failed[message.process] = message.text
 
         task = partial(
-            verify.run, self._config, contestant.spec, program=contestant.program, schedule=contestant.schedule,
-            steps=self._settings.against_steps, folder=contestant.gradients,
+            verify.run, self._config, competitor.spec, program=competitor.program, schedule=competitor.schedule,
+            steps=self._settings.against_steps, folder=competitor.gradients,
         )  # fmt: skip
-        failure = run_task(task, contestant.spec, self._config.timeout_seconds, on_message)
+        failure = run_task(task, competitor.spec, self._config.timeout_seconds, on_message)
         if failure is None:
-            contestant.rounds.append(runs)
+            competitor.rounds.append(runs)
         elif failure.reason is Reason.USER:
             raise InputError(failure.text)
         else:
-            contestant.failure = failed.get(failure.process, " ".join(failure.text.split()))
+            competitor.failure = failed.get(failure.process, " ".join(failure.text.split()))
 
     def report(self) -> AgainstReport:
         assert self._settings.against is not None
@@ -195,25 +195,25 @@ class _Match:
             against=self._settings.against,
             version=torch.__version__,
             rows=tuple(self._row(theirs, ours) for theirs, ours in self._pairs),
-            config=asdict(self._given),
+            config=asdict(self._requested_config),
         )
 
-    def _row(self, theirs: _Contestant, ours: _Contestant | None) -> Row:
+    def _row(self, theirs: _Competitor, ours: _Competitor | None) -> Row:
         if ours is None:
-            ours = min(self._ours, key=_Contestant.seconds)
+            ours = min(self._ours, key=_Competitor.seconds)
         row = Row(
             program=theirs.program, schedule=theirs.schedule, verdict="fails", ours=ours.schedule,
-            measured=theirs.measured(), ours_measured=ours.measured(),
+            measured=theirs.measurement(), ours_measured=ours.measurement(),
         )  # fmt: skip
-        if theirs.left_out:
-            return replace(row, verdict="left out", text=theirs.left_out)
+        if theirs.excluded_reason:
+            return replace(row, verdict="left out", text=theirs.excluded_reason)
         if theirs.failure:
             return replace(row, text=theirs.failure)
-        for contestant in self._ours:
-            if contestant.failure:
-                why = f"gpipe {contestant.schedule}: {contestant.failure}"
+        for competitor in self._ours:
+            if competitor.failure:
+                why = f"gpipe {competitor.schedule}: {competitor.failure}"
                 return replace(row, verdict="ours fails", text=why)
-        first, second = (contestant.gradients for contestant in self._ours)
+        first, second = (competitor.gradients for competitor in self._ours)
         references = (first, second)
         share = verify.EPSILON[self._config.precision] * _terms(self._ours[0]) ** 0.5
         nearest = min(
@@ -226,7 +226,7 @@ class _Match:
         return row if nearest.units > verify.MAX_UNITS else replace(row, verdict="within the order of summation")
 
 
-def _terms(contestant: _Contestant) -> int:
+def _terms(competitor: _Competitor) -> int:
     """How many terms a sum over the samples and the positions of the mini-batch may have."""
-    spec, samples = contestant.spec, contestant.rounds[0][0].samples
+    spec, samples = competitor.spec, competitor.rounds[0][0].samples
     return math.prod(spec.inputs[0].shape(samples, spec.lengths))

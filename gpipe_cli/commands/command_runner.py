@@ -20,13 +20,13 @@ from gpipe_cli.errors import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
+    SIGPIPE_EXIT,
     STOPPED,
-    UNREAD,
     InputError,
     InvalidSettingError,
     NothingFitsError,
-    one_line,
-    with_type,
+    describe_error,
+    error_text,
 )
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.system.forked_call import Fork
@@ -34,19 +34,19 @@ from gpipe_cli.system.interrupts import Stopped, import_apart, interruptible
 from gpipe_cli.system.phase import end_phase, phase, phases
 from gpipe_cli.system.streams import lost_output
 
-COMPOSED = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes
+HYDRA_COMMANDS = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """How a command ended."""
 
     exit_code: int
     error: str = ""  # a single line
-    refusal: InvalidSettingError | NothingFitsError | None = None  # the error, if it is of these types
+    input_error: InvalidSettingError | NothingFitsError | None = None  # the error, if it is of these types
 
 
-def outcome(work: Callable[[], int]) -> Outcome:
+def run_guarded(work: Callable[[], int]) -> CommandResult:
     """Call `work`, which returns an exit code. Interrupts, and errors of the user or the system, become an Outcome;
     other exceptions are raised, and with GPIPE_FULL_ERROR=1 those errors too."""
     try:
@@ -54,38 +54,38 @@ def outcome(work: Callable[[], int]) -> Outcome:
         sys.stdout.flush()
         if exit_code == 0 and (lost := lost_output()) is not None:
             raise lost
-        return Outcome(exit_code)
+        return CommandResult(exit_code)
     except Stopped:
-        return Outcome(STOPPED, "stopped")
+        return CommandResult(STOPPED, "stopped")
     except KeyboardInterrupt:
-        return Outcome(INTERRUPTED, "interrupted")
+        return CommandResult(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        return Outcome(UNREAD)
+        return CommandResult(SIGPIPE_EXIT)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich ends the process when nobody reads its console
-            return Outcome(UNREAD)
+            return CommandResult(SIGPIPE_EXIT)
         raise
     except (InputError, OSError) as error:
         if os.environ.get("GPIPE_FULL_ERROR") == "1":
             raise
         too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a file name that the user gave
         exit_code = BAD_INPUT if isinstance(error, InputError) or too_long else FAILED
-        refusal = error if isinstance(error, InvalidSettingError | NothingFitsError) else None
-        return Outcome(exit_code, one_line(error), refusal)
+        input_error = error if isinstance(error, InvalidSettingError | NothingFitsError) else None
+        return CommandResult(exit_code, error_text(error), input_error)
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
     read_torchrun_env()  # raises InputError for variables that torchrun would never set
     with phases() if is_rank_zero() else contextlib.nullcontext(), interruptible():
-        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # --help only prints
+        if name in HYDRA_COMMANDS and not any(argument.startswith("-") for argument in arguments):  # --help only prints
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
     return exit_code
 
 
 @contextlib.contextmanager
-def preparing(what: str = "") -> Iterator[None]:
+def show_preparation(what: str = "") -> Iterator[None]:
     """Around slow work before any output: importing torch, starting workers. `what`: what is prepared, for `phase`."""
     if (lost := lost_output()) is not None:
         raise lost
@@ -101,32 +101,34 @@ def import_torch() -> None:
     """Import what trainings need, once for all forks."""
     if "gpipe_cli.commands.training_run" in sys.modules:
         return
-    with preparing():
+    with show_preparation():
         # a training would import the last two later, which would cost every fork most of a second
         later = "torch.fx.experimental.symbolic_shapes", "gpipe_cli.reporting.plots.timeline"
         import_apart("gpipe_cli.commands.training_run", *later)
 
 
-def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:
+def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[CommandResult]:
     """A fork of this process that calls `work` as a command; `output`: file descriptor for its stdout and stderr."""
 
-    def contained() -> Outcome:
+    def run_contained() -> CommandResult:
         # torchrun may have started the parent, as its only process, but will not start this fork again
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
         try:
-            return outcome(work)
+            return run_guarded(work)
         except SystemExit as end:  # a user's own code calls sys.exit
             code = end.code if isinstance(end.code, int) else FAILED
-            return Outcome(code, f"exit code {code}")
+            return CommandResult(code, f"exit code {code}")
         except Exception as error:
             traceback.print_exc()
-            return Outcome(FAILED, with_type(error))
+            return CommandResult(FAILED, describe_error(error))
 
-    return Fork(contained, output)
+    return Fork(run_contained, output)
 
 
-def ended(fork: Fork[Outcome], meanwhile: contextlib.AbstractContextManager[None] | None = None) -> Outcome:
+def wait_for(
+    fork: Fork[CommandResult], meanwhile: contextlib.AbstractContextManager[None] | None = None
+) -> CommandResult:
     """Wait for a command's fork, inside `meanwhile`; returns how it ended. Raises KeyboardInterrupt if interrupted."""
     result, code = fork.wait(meanwhile)
-    return result or Outcome(code, f"exit code {code}")
+    return result or CommandResult(code, f"exit code {code}")
