@@ -23,7 +23,7 @@ from gpipe_cli.errors import (
     InvalidSettingError,
     format_value,
 )
-from gpipe_cli.system.streams import prepare_streams
+from gpipe_cli.system.stdio import make_stdio_robust
 
 USAGE = "\n".join(
     [
@@ -49,7 +49,7 @@ RANK_ZERO_GRACE_SECONDS = 5.0  # how long other ranks wait before they report an
 def main(arguments: list[str] | None = None) -> int:
     """Runs `gpipe` with the given arguments (those of the process if None); returns the exit code."""
     if arguments is None:
-        prepare_streams()
+        make_stdio_robust()
     argv = sys.argv[1:] if arguments is None else arguments
     name = f"gpipe {argv[0]}" if argv and argv[0] in COMMANDS else "gpipe"
     result = run_guarded(lambda: _main(argv))

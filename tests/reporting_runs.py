@@ -68,7 +68,9 @@ def spec(**changes: Any) -> PipelineSpec:
     }
     devices = (changes.pop("devices", ("cuda:0", "cuda:1")),)
     rank_of_stage = tuple(changes.pop("rank_of_stage", (0, 1)))
-    layout = Layout(devices, rank_of_stage, rank_of_stage, threads=1, at_once=2, here=True, started=None)
+    layout = Layout(
+        devices, rank_of_stage, rank_of_stage, threads=1, concurrent_devices=2, is_local=True, torchrun=None
+    )
     return PipelineSpec(**(unread | values | {"layout": layout} | changes))
 
 
@@ -83,7 +85,9 @@ class MadeUpPlan(Plan):
         return self.saved_bytes
 
 
-def plan(basis: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((0, 0),) * 5, **changes: Any) -> Plan:
+def plan(
+    cost_source: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((0, 0),) * 5, **changes: Any
+) -> Plan:
     """Of 60 ms a step, with these seconds of the forward and the backward of each layer."""
     seconds = tuple(LayerSeconds(forward, forward, backward) for forward, backward in layers)
     unread = dict.fromkeys((field.name for field in fields(Plan)), None)
@@ -92,7 +96,7 @@ def plan(basis: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((
         "balance": (3, 2),
         "recomputed": (3, 3),
         "device_bytes": (MIB, MIB),
-        "costs": StepCosts("measured layers", basis, seconds, (), (), ()),
+        "costs": StepCosts("measured layers", cost_source, seconds, (), (), ()),
         "step_seconds": 0.06,
         "breakdown": Breakdown(**shares(0.12)),
         "memory": (StageMemory(MIB, MIB, MIB, 2 * MIB, 0), StageMemory(0, 0, 0, 3 * MIB, 2**29 - 3 * MIB)),
@@ -121,7 +125,7 @@ def step(number: int, text: bool = False, **changes: Any) -> StepDone:
         "memory_bytes": (3 * 2**20, 2**29),
         "without_core": (0.01, 0.02),
         "activation_bytes": None,
-        "library_bytes": None,
+        "overhead_bytes": None,
     }
     return StepDone(**(message | changes))
 

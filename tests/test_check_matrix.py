@@ -21,7 +21,7 @@ from gpipe_cli.launch.job import Failure, Task
 from gpipe_cli.launch.supervisor import OnMessage, run_task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.engine import WorkerProcess
-from gpipe_cli.verify import variants
+from gpipe_cli.verify import self_check
 
 SMALL = [
     "partitions=2", "micro_batches=2", "batch_size=8", "executor=in_process", "threads=1", "device=cpu", "logger=[]",
@@ -121,7 +121,7 @@ def settings_of(model: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_engine_is_right(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     settings = settings_of(model, monkeypatch)
     if model not in IN_ALL_WAYS:
-        monkeypatch.setattr(variants, "MODES", ("never", "always"))
+        monkeypatch.setattr(self_check, "MODES", ("never", "always"))
     code, found = check(*settings)
     shown = capsys.readouterr().out
     assert (code, found["identical"]) == (0, True), shown

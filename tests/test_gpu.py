@@ -180,11 +180,11 @@ def test_layers_are_timed_once_for_each_precision(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines: list[str] = []
     for precision in ("float32", "bfloat16", "bfloat16"):
-        monkeypatch.setattr(machine_timing, "_known", {})
+        monkeypatch.setattr(machine_timing, "_costs_of_command", {})
         config = configure(*SETTINGS, f"precision={precision}", "partitions=1")
         profile = profile_model(config)
         costs = step_costs(config, profile, layout_of(config), lines.append)
-        assert costs.basis == "timed_layers"
+        assert costs.cost_source == "timed_layers"
         assert all(min(layer.forward, layer.graph, layer.backward) > 0 for layer in costs.layers)
     assert len(lines) == 2
 

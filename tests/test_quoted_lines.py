@@ -92,7 +92,7 @@ def test_a_quoted_line_runs_as_printed(
     def received(supervisor: Supervisor, *arguments: Any) -> None:
         """Ctrl-C once a process of the run has begun to compute; the runs of a sweep are forks of the command."""
         receive(supervisor, *arguments)
-        if not struck and any(supervisor._doing(number).kind for number in supervisor._running):
+        if not struck and any(supervisor._activity_of(number).kind for number in supervisor._running):
             struck.append(True)
             os.kill(command_process, signal.SIGINT)
 

@@ -19,7 +19,7 @@ from gpipe_cli.commands.command_line import parse_command_line
 from gpipe_cli.commands.compose_config import TRAINING_KEYS, ConfigComposer, training_config
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, to_yaml
-from gpipe_cli.distributed.control_group import ControlGroup, Waits
+from gpipe_cli.distributed.control_group import BlockedOnContext, ControlGroup
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.planner.model_profile import ModelProfile
@@ -78,7 +78,7 @@ def train_here(
     config: TrainConfig,
     folder: Path,
     on_action: OnAction = ignore_action,
-    waits: Waits = nullcontext,
+    blocked_on: BlockedOnContext = nullcontext,
     *,
     only_steps: bool = False,
 ) -> list[object]:
@@ -87,7 +87,7 @@ def train_here(
     messages: list[object] = []
     spec = spec_of(config)
     assert not spec.layout.distributed, "executor=in_process is needed here"
-    process = WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, on_action)
+    process = WorkerProcess(0, lambda: (ControlGroup(0, 1, blocked_on=blocked_on), None), messages.append, on_action)
     decision = Decision(folder, config.resume, find_source(config))
     train(config, spec, decision, process, only_steps=only_steps)
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed

@@ -153,7 +153,7 @@ class World:
         yield
         self.here.device = before
 
-    def keep_for(self, tensor: torch.Tensor, stream: Stream) -> None:
+    def record_use(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.memory(tensor, stream.device).kept_for.add(stream.name)
 
     def forged_to(self, tensor: torch.Tensor, device: Any = None, *more: Any, **settings: Any) -> torch.Tensor:
@@ -171,11 +171,11 @@ class World:
             "is_accelerator": lambda device: True,
             "new_stream": self.new_stream,
             "current_stream": lambda device: self.current(self.number(device)),
-            "keep_for": self.keep_for,
+            "record_use": self.record_use,
             "new_timer": lambda device: Event(self),
             "generators": lambda device: [torch.default_generator],
             "using_device": self.using_device,
-            "page_locked": lambda size: torch.empty(size, dtype=torch.uint8),
+            "new_pinned_memory": lambda size: torch.empty(size, dtype=torch.uint8),
         }
         real = {name: getattr(accelerator, name) for name in patched}
         for module in [module for name, module in sys.modules.items() if name.startswith("gpipe_cli.")]:

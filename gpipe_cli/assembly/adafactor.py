@@ -36,15 +36,15 @@ def _update(
     done = [step.item() for step in steps]  # no synchronization: the counters are on the host
     shares = [count ** group["beta2_decay"] for count in done]
     roots = [parameter.numel() ** 0.5 for parameter in parameters]
-    least = [torch.finfo(p.dtype).eps if epsilon is None else epsilon for p in parameters]
+    min_square = [torch.finfo(p.dtype).eps if epsilon is None else epsilon for p in parameters]
 
     scales = _clamped_rms(min_scale, torch._foreach_norm(parameters), roots)
     torch._foreach_mul_(scales, [min(rate, 1 / count**0.5) for count in done])
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
 
-    updates = [_second_moment(*arguments) for arguments in zip(gradients, averages, shares, least, strict=True)]
-    torch._foreach_clamp_min_(updates, [smallest * smallest for smallest in least])
+    updates = [_second_moment(*arguments) for arguments in zip(gradients, averages, shares, min_square, strict=True)]
+    torch._foreach_clamp_min_(updates, [smallest * smallest for smallest in min_square])
     torch._foreach_rsqrt_(updates)
     torch._foreach_mul_(updates, gradients)
 
@@ -54,7 +54,7 @@ def _update(
 
 
 def _second_moment(
-    gradient: torch.Tensor, averages: tuple[torch.Tensor | None, ...], share: float, least: float
+    gradient: torch.Tensor, averages: tuple[torch.Tensor | None, ...], share: float, min_square: float
 ) -> torch.Tensor:
     """Move the averages by `share` towards the squared gradient; returns their estimate of every element's square."""
     row, column, vector = averages
@@ -65,12 +65,12 @@ def _second_moment(
     for average, dim in ((row, -1), (column, -2)):
         square_sum = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square_()
         average.lerp_(square_sum.div_(gradient.size(dim)), share)
-    return (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=least))
+    return (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=min_square))
 
 
-def _clamped_rms(least: float, norms: Sequence[torch.Tensor], roots: Sequence[float]) -> list[torch.Tensor]:
-    """Root mean squares, at least `least`: norms over the roots of the numbers of elements; each (), float64."""
+def _clamped_rms(minimum: float, norms: Sequence[torch.Tensor], roots: Sequence[float]) -> list[torch.Tensor]:
+    """Root mean squares, at least `minimum`: norms over the roots of the numbers of elements; each (), float64."""
     means = list(torch.stack(list(norms)).double().unbind())
     torch._foreach_div_(means, roots)
-    torch._foreach_clamp_min_(means, least)
+    torch._foreach_clamp_min_(means, minimum)
     return means

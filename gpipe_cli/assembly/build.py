@@ -30,23 +30,23 @@ from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.models.unet import unet
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
-from gpipe_cli.system.uncompiled import leave_out_compiler
+from gpipe_cli.system.uncompiled import avoid_dynamo_import
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def build_model(config: TrainConfig, *, pretrained: bool = False, once: bool = False) -> nn.Sequential:
+def build_model(config: TrainConfig, *, pretrained: bool = False, share_equal_layers: bool = False) -> nn.Sequential:
     """The whole model on the meta device: names and shapes of its layers without memory. Raises InputError.
 
     `pretrained`: its layers, if they can be initialised separately, will load the weights that the settings name.
-    `once`: cells of AmoebaNet and layers of our Transformers that are made alike are a single module, at several places
-    of the sequence. That is enough for shapes, and a thousand layers take no longer to build than ten.
+    `share_equal_layers`: cells of AmoebaNet and layers of our Transformers that are made alike are a single module, at
+    several places of the sequence. That is enough for shapes, and a thousand layers take no longer to build than ten.
     """
     weights = pretrained and isinstance(config.model, groups.HuggingFaceConfig)
     if not config.compile:
-        leave_out_compiler()
+        avoid_dynamo_import()
     with torch.device("meta"):
-        return _model(config, weights=weights, make=cache(call) if once else call)
+        return _model(config, weights=weights, make=cache(call) if share_equal_layers else call)
 
 
 def full_model_builder(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
@@ -183,7 +183,7 @@ def max_lengths(config: TrainConfig) -> tuple[int, ...]:
 
 
 # `precision` -> dtype of autocast, None without autocast; tf32 only changes how a GPU multiplies float32.
-COMPUTED_IN: dict[str, torch.dtype | None] = {"float32": None, "tf32": None, "bfloat16": torch.bfloat16}
+AUTOCAST_DTYPE: dict[str, torch.dtype | None] = {"float32": None, "tf32": None, "bfloat16": torch.bfloat16}
 
 
 def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_last"]:

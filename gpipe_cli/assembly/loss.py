@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.system.accelerator import to_device, to_host
+from gpipe_cli.system.accelerator import copy_to_host_async, to_device
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CrossEntropy:
         self._right: list[torch.Tensor] = []  # (elements, ranks) of each micro-batch: whether the class is the target
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        loss, self._plain = _weighted(outputs, self._targets[micro_batch], self._smoothing, self._auxiliary_weight)
+        loss, self._plain = _weighted_loss(outputs, self._targets[micro_batch], self._smoothing, self._auxiliary_weight)
         return loss / self._of_all
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class CrossEntropy:
         losses, plains = zip(*self._observed, strict=True)
         sums = torch.stack((*losses, *plains))
         right = torch.cat(self._right).sum(dim=0)
-        counted = to_host(torch.cat((sums.double(), right.double())))
+        counted = copy_to_host_async(torch.cat((sums.double(), right.double())))
         sizes = len(losses), len(plains), len(right)
 
         def totals() -> Totals:
@@ -112,19 +112,19 @@ def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[
     def loss(outputs: Tensors) -> torch.Tensor:
         shape = _classes_last(outputs[0]).shape[:-1]
         targets = torch.empty(shape, dtype=torch.int64, device=outputs[0].device)
-        return _weighted(outputs, targets, label_smoothing, auxiliary_weight)[0] / max(1, targets.numel())
+        return _weighted_loss(outputs, targets, label_smoothing, auxiliary_weight)[0] / max(1, targets.numel())
 
     return loss
 
 
-def _weighted(
+def _weighted_loss(
     outputs: Tensors, targets: torch.Tensor, smoothing: float, auxiliary_weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum that is minimised, and the sum of the main logits' cross entropy without smoothing; both ()."""
     logits, *auxiliary = outputs
-    loss, plain = _summed(logits, targets, smoothing)
+    loss, plain = _summed_cross_entropy(logits, targets, smoothing)
     for other in auxiliary:
-        loss = loss + auxiliary_weight * _summed(other, targets, smoothing)[0]
+        loss = loss + auxiliary_weight * _summed_cross_entropy(other, targets, smoothing)[0]
     return loss, plain.detach()
 
 
@@ -133,7 +133,9 @@ def _classes_last(logits: torch.Tensor) -> torch.Tensor:
     return logits.movedim(1, -1) if logits.ndim == 4 else logits
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _summed_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross entropy, smoothed and plain, from one log-softmax; computed as `F.cross_entropy` computes it."""
     logits, targets = _classes_last(logits).float().flatten(0, -2), targets.flatten()
     if not smoothing:

@@ -45,7 +45,7 @@ class WeightAverage:
         torch._foreach_lerp_(list(self._pairs.values()), newest, 1 - decay)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """Inside, the module holds the averages; afterwards its own values again, bit for bit."""
         self._swap()
         try:

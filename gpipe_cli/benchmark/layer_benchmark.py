@@ -34,18 +34,18 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.step_timings import StepTimer
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
-from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
+from gpipe_cli.system.accelerator import DEVICE_TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage
 from gpipe_cli.training.step import build_loss
 
-_WARM_UP, _LEAST, _MOST = 3, 3, 400  # numbers of passes over a segment
-_SHARE_ALONE = 0.3  # of `Timing.seconds`: for the passes of a process alone, and for those with all threads
-_IN_TURN = 3  # passes of a size, before those of the other
-_PATIENCE = 3  # the first _LEAST passes may take this many times `Timing.seconds`
+_WARM_UP, _MIN_PASSES, _MAX_PASSES = 3, 3, 400  # numbers of passes over a segment
+_FRACTION_ALONE = 0.3  # of `TimingJob.seconds`: for the passes of a process alone, and for those with all threads
+_PASSES_PER_TURN = 3  # passes of a size, before those of the other
+_MAX_TIME_FACTOR = 3  # the first _MIN_PASSES passes may take this many times `TimingJob.seconds`
 _WARM_UP_SECONDS = 0.1  # about the longest warm-up
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
-_LINK_BYTES = {"cpu": (1 << 10, 1 << 22), TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
+_LINK_BYTES = {"cpu": (1 << 10, 1 << 22), DEVICE_TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
 _LINK_ROUNDS = 15
 
 
@@ -56,7 +56,7 @@ Pass = list[tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Timing:
+class TimingJob:
     """How every layer of a model is timed."""
 
     config: TrainConfig
@@ -69,54 +69,54 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimingResult:
     """What process 0 reports."""
 
     seconds: tuple[Pass, Pass]  # for both sizes
     updates: list[float]  # seconds of the update of each layer's weights
     set_up: float  # seconds once a step
     slowdown: float  # how much longer layers take while all processes compute
-    faster: float  # how many times as fast a process is with `Timing.max_threads`
+    faster: float  # how many times as fast a process is with `TimingJob.max_threads`
     scatter: tuple[float, float]  # quartiles of the passes' seconds by the clock, as parts of the seconds reported
     link: Link | None  # the slowest link; None if nothing is sent
 
 
-def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
-    """Time every layer. All processes of `spec` call this at the same time; process 0 reports what it has Timed."""
+def measure(timing: TimingJob, spec: PipelineSpec, process: WorkerProcess) -> None:
+    """Time every layer. All processes of `spec` call this at the same time; process 0 reports its `TimingResult`."""
     config = timing.config
     control, groups = process.connect()
-    device = spec.layout.device_of(process.number)
-    whole = full_model_builder(config, pretrained=False)
+    device = spec.layout.device_of(process.rank)
+    builder = full_model_builder(config, pretrained=False)
 
-    def timers(cut: PipelineSpec) -> Iterator[_Timer]:
+    def timers(cut: PipelineSpec) -> Iterator[_LayerTimer]:
         """Every process times all stages, one after another."""
         on_device = cut.on(((device,) * cut.partitions,))
         for index in range(cut.partitions):
             stage = build_stage(
-                on_device, index, build_layers(config, on_device, index, build_model(config), whole), config.seed
+                on_device, index, build_layers(config, on_device, index, build_model(config), builder), config.seed
             )
-            yield _Timer(timing, on_device, stage, hooks=cut is timing.segments)
+            yield _LayerTimer(timing, on_device, stage, hooks=cut is timing.segments)
 
-    together: tuple[Pass, Pass] = [], []
+    all_passes: tuple[Pass, Pass] = [], []
     quartiles = [0.0, 0.0]
-    alone: Pass = []
-    with_all_threads: Pass = []
+    passes_alone: Pass = []
+    passes_with_all_threads: Pass = []
     updates: list[float] = []
     set_up = 0.0
     for timer in timers(timing.layers or timing.segments):
         control.barrier()
-        for layers, timed in zip(together, timer.passes(timing.samples), strict=True):
+        for layers, timed in zip(all_passes, timer.passes(timing.samples), strict=True):
             layers += timed
         quartiles = [before + seconds for before, seconds in zip(quartiles, timer.quartiles, strict=True)]
         control.barrier()
         if control.is_rank_zero and control.size > 1:
-            alone += timer.passes(timing.samples[1:], _SHARE_ALONE)[0]
+            passes_alone += timer.passes(timing.samples[1:], _FRACTION_ALONE)[0]
         if control.is_rank_zero and timing.layers is None:
             updates += timer.updates()
             set_up += timer.set_up()
             if timing.max_threads > spec.layout.threads:
                 torch.set_num_threads(timing.max_threads)
-                with_all_threads += timer.passes(timing.samples[1:], _SHARE_ALONE)[0]
+                passes_with_all_threads += timer.passes(timing.samples[1:], _FRACTION_ALONE)[0]
                 torch.set_num_threads(spec.layout.threads)
         control.barrier()
     if control.is_rank_zero and timing.layers is not None:
@@ -124,13 +124,13 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
             timer.warm_up(timing.samples[0])  # which makes the gradients
             updates += timer.updates()
             set_up += timer.set_up()
-    link = _slowest_link(spec, process.number, control, groups)
+    link = _slowest_link(spec, process.rank, control, groups)
     if control.is_rank_zero:
-        slowdown = max(1.0, _sum(together[1]) / _sum(alone)) if alone else 1.0
-        small, large = ([tuple(seconds / slowdown for seconds in layer) for layer in layers] for layers in together)
-        faster = max(1.0, _sum(large) / _sum(with_all_threads)) if with_all_threads else 1.0
-        low, high = (seconds / _sum(together[1]) for seconds in quartiles)
-        process.report(Timed((small, large), updates, set_up, slowdown, faster, (low, high), link))
+        slowdown = max(1.0, _sum(all_passes[1]) / _sum(passes_alone)) if passes_alone else 1.0
+        small, large = ([tuple(seconds / slowdown for seconds in layer) for layer in layers] for layers in all_passes)
+        faster = max(1.0, _sum(large) / _sum(passes_with_all_threads)) if passes_with_all_threads else 1.0
+        low, high = (seconds / _sum(all_passes[1]) for seconds in quartiles)
+        process.report(TimingResult((small, large), updates, set_up, slowdown, faster, (low, high), link))
     control.barrier()
 
 
@@ -138,10 +138,10 @@ def _sum(layers: Pass) -> float:
     return sum(map(sum, layers))
 
 
-class _Timer:
+class _LayerTimer:
     """Runs a segment repeatedly, and reads the clock at every boundary between layers."""
 
-    def __init__(self, timing: Timing, spec: PipelineSpec, stage: Stage, *, hooks: bool) -> None:
+    def __init__(self, timing: TimingJob, spec: PipelineSpec, stage: Stage, *, hooks: bool) -> None:
         """`hooks`: read the clock between the layers of the stage; else it has a single layer, and may be replayed."""
         self._timing, self._spec, self._config, self._stage = timing, spec, timing.config, stage
         self._layers = list(stage.module.children())
@@ -161,24 +161,24 @@ class _Timer:
         for number, layer in enumerate(self._layers) if hooks else ():
             for weight in layer.parameters() if timing.splits else ():
                 if weight.requires_grad:
-                    weight.register_post_accumulate_grad_hook(partial(self._weight_is_done, number))
+                    weight.register_post_accumulate_grad_hook(partial(self._mark_weight, number))
             layer.register_forward_pre_hook(lambda layer, inputs: self._forward.append(self._clock.now()))
             layer.register_forward_hook(partial(self._await_gradient, number))
 
     def _draw(self, samples: int) -> None:
         """Take a micro-batch of `samples`, and gradients of the segment's outputs, drawn when they are first needed."""
         if samples not in self._drawn:
-            self._drawn[samples] = self._draw_anew(samples)
+            self._drawn[samples] = self._make_micro_batch(samples)
         self._samples = samples
         self._inputs, self._gradients, self._targets = self._drawn[samples]
 
-    def _draw_anew(self, samples: int) -> tuple[Tensors, Sequence[torch.Tensor | None], torch.Tensor | None]:
+    def _make_micro_batch(self, samples: int) -> tuple[Tensors, Sequence[torch.Tensor | None], torch.Tensor | None]:
         """Inputs of the segment, gradients of its outputs and, for the segment with the last layer, targets instead."""
         stage, spec, config = self._stage, self._spec, self._config
         generator = torch.Generator().manual_seed(0)
         memory_format = MEMORY_FORMATS[spec.memory_format]
 
-        def drawn(boundary: Boundary, highest: int) -> Tensors:
+        def draw_all(boundary: Boundary, highest: int) -> Tensors:
             tensors = []
             for described in boundary:
                 draw = torch.randn if described.dtype.is_floating_point else partial(torch.randint, highest)
@@ -187,11 +187,11 @@ class _Timer:
             return tuple(in_layout(tensor.to(stage.device), memory_format) for tensor in tensors)
 
         outputs = outputs_of(config)
-        inputs = drawn(spec.stage_inputs(stage.index), outputs)
+        inputs = draw_all(spec.stage_inputs(stage.index), outputs)
         if stage.index == spec.partitions - 1:
             return inputs, (), torch.randint(outputs, targets_of(config, samples, spec.lengths), generator=generator)
         boundary = spec.stage_outputs(stage.index)
-        gradients = drawn(boundary, 1)
+        gradients = draw_all(boundary, 1)
         return inputs, [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)], None
 
     def _await_gradient(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -204,33 +204,34 @@ class _Timer:
             if tensor.requires_grad and not any(tensor is other for other in given):
                 tensor.register_hook(mark_backward)
 
-    def _weight_is_done(self, number: int, weight: torch.Tensor) -> None:
+    def _mark_weight(self, number: int, weight: torch.Tensor) -> None:
         self._weights.append((number, self._clock.now()))
 
     def passes(self, sizes: Sequence[int], share: float = 1.0) -> list[Pass]:
-        """The seconds of each layer for micro-batches of these sizes, timed in turns for a share of `Timing.seconds`:
-        medians, scaled by a common factor so that they sum to a mean pass, as what happens now and then (a page fault,
-        a garbage collection) shows in no layer's median, but slows down every step."""
+        """The seconds of each layer for micro-batches of these sizes, timed in turns for a share of
+        `TimingJob.seconds`: medians, scaled by a common factor so that they sum to a mean pass, as what happens now and
+        then (a page fault, a garbage collection) shows in no layer's median, but slows down every step."""
         for samples in sorted(sizes, reverse=True):  # graphs share memory, and those in too little are dropped
             self.warm_up(samples)
         taken: list[list[Pass]] = [[] for _ in sizes]
         core_shares: list[list[float]] = [[] for _ in sizes]
         began = time.perf_counter()
         while not taken[0] or (
-            len(taken[0]) < _MOST
-            and time.perf_counter() - began < share * self._seconds * (_PATIENCE if len(taken[0]) < _LEAST else 1)
+            len(taken[0]) < _MAX_PASSES
+            and time.perf_counter() - began
+            < share * self._seconds * (_MAX_TIME_FACTOR if len(taken[0]) < _MIN_PASSES else 1)
         ):
             for passes, shares, samples in zip(taken, core_shares, sizes, strict=True):
                 self._draw(samples)
                 self._core_shares.clear()
-                passes += [self._one_pass() for _ in range(_IN_TURN)]
+                passes += [self._one_pass() for _ in range(_PASSES_PER_TURN)]
                 shares += self._core_shares
         low, _, high = quantiles(map(_sum, taken[-1]), n=4, method="inclusive")
         self.quartiles = (low, high)
-        return list(map(self._typical, taken, core_shares))
+        return list(map(self._median_pass, taken, core_shares))
 
     @staticmethod
-    def _typical(passes: Sequence[Pass], core_shares: Sequence[float]) -> Pass:
+    def _median_pass(passes: Sequence[Pass], core_shares: Sequence[float]) -> Pass:
         medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*passes, strict=True)]
         totals = [_sum(layers) * share for layers, share in zip(passes, core_shares, strict=True)]
         factor = sum(totals) / len(passes) / _sum(medians)
@@ -351,7 +352,7 @@ def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
     second runs only twice, as a CPU without units for bfloat16 takes seconds for a product."""
     clock = StepTimer({0: device}).clocks[0]
     taken = []
-    for _ in range(_WARM_UP + _LEAST):
+    for _ in range(_WARM_UP + _MIN_PASSES):
         clock.begin_step()
         reader = clock.reader()
         begun = clock.now()
@@ -363,21 +364,21 @@ def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
     return median(taken[_WARM_UP:])
 
 
-def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, groups: ProcessGroups | None) -> Link | None:
+def _slowest_link(spec: PipelineSpec, rank: int, control: ControlGroup, groups: ProcessGroups | None) -> Link | None:
     """The slowest link between neighbouring stages, the only links of a pipeline; None for a single process on a CPU.
 
     Several processes send messages over a run's process groups, one pair of neighbours after another. A single process
     copies from GPU to GPU or, if it has a single GPU, to the host and back.
     """
-    device = torch.device(spec.layout.device_of(process))
+    device = torch.device(spec.layout.device_of(rank))
     if groups is None:
         return None if device.type == "cpu" else slowest_copies([torch.device(name) for name in spec.layout.devices])
     links = []
     # processes that have neighbouring stages -> the first of two such stages
     pairs = enumerate(itertools.pairwise(spec.layout.rank_of_stage))
     for ends, stage in {frozenset(pair): stage for stage, pair in pairs if pair[0] != pair[1]}.items():
-        if process in ends:
-            seconds = [_message_seconds(spec, process, stage, groups, size) for size in _LINK_BYTES[device.type]]
+        if rank in ends:
+            seconds = [_message_seconds(spec, rank, stage, groups, size) for size in _LINK_BYTES[device.type]]
             links.append(_link(device, seconds))
         control.barrier()
     return max((link for process_links in control.collect(links) for link in process_links), key=_large_seconds)
@@ -399,11 +400,11 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
     return max(links, key=_large_seconds)
 
 
-def _message_seconds(spec: PipelineSpec, process: int, stage: int, groups: ProcessGroups, size: int) -> float:
+def _message_seconds(spec: PipelineSpec, rank: int, stage: int, groups: ProcessGroups, size: int) -> float:
     """The seconds of a message of `size` bytes from `stage` to the next, in another process: half the median round
     trip."""
     sender, receiver = spec.layout.rank_of_stage[stage : stage + 2]
-    device = torch.device(spec.layout.device_of(process))
+    device = torch.device(spec.layout.device_of(rank))
     by_edge = groups.links.by_edge
     forward, backward = by_edge[Kind.F, stage, stage + 1], by_edge[Kind.B, stage + 1, stage]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
@@ -411,7 +412,7 @@ def _message_seconds(spec: PipelineSpec, process: int, stage: int, groups: Proce
     for _ in range(_LINK_ROUNDS):
         began = time.perf_counter()
         for link, target in ((forward, receiver), (backward, sender)):
-            for work in link.receive(message) if process == target else link.send([*message]):
+            for work in link.receive(message) if rank == target else link.send([*message]):
                 work.wait()
         wait_for_device(device)
         taken.append((time.perf_counter() - began) / 2)

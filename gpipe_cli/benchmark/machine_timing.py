@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.assembly.build import memory_format_of
-from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure
+from gpipe_cli.benchmark.layer_benchmark import TimingJob, TimingResult, measure
 from gpipe_cli.config.pipeline_settings import Affects
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, settings_affecting
 from gpipe_cli.data.cache import cache_folder, compute_digest
-from gpipe_cli.distributed.rendezvous import decided_by_first
+from gpipe_cli.distributed.rendezvous import broadcast_text
 from gpipe_cli.errors import InputError, error_text
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
-from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
-from gpipe_cli.planner.data_sheet import gpu_of, replays_graphs, resolved
-from gpipe_cli.planner.device_rates import rates_of_sheet
+from gpipe_cli.planner.cost_model import MeasuredCosts, StepCosts, predicted_costs
+from gpipe_cli.planner.data_sheet import gpu_of, replays_graphs, with_data_sheet
+from gpipe_cli.planner.device_rates import rates_of_data_sheet
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.planner.step_schedule import mini_batch_samples
-from gpipe_cli.system.files import read_json, write_whole
+from gpipe_cli.system.files import read_json, write_atomic
 from gpipe_cli.system.gpus import Gpu, driver_version
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.phase import phase
@@ -44,7 +44,7 @@ _PASS_SECONDS, _MAX_PASS_SECONDS = 0.1, 10.0  # of a pass, by the data sheet: ai
 _MIN_SAMPLES = 4  # of the larger micro-batch
 _MAX_PROCESSES = 16  # the most processes that are timed at once
 
-_known: dict[str, LayerTimes | None] = {}  # what this command has timed, or has found that it cannot time
+_costs_of_command: dict[str, MeasuredCosts | None] = {}  # what this command has timed, or has found that it cannot time
 
 
 def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: Log) -> StepCosts:
@@ -52,18 +52,18 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
 
     `log` gets a line before anything is timed, unless a terminal shows it as a phase.
     """
-    times = _layer_times(config, profile, layout, log) if times_layers(config, layout) else None
+    times = _layer_times(config, profile, layout, log) if uses_measured_costs(config, layout) else None
     return predicted_costs(config, profile, layout, times)
 
 
-def times_layers(config: TrainConfig, layout: Layout) -> bool:
+def uses_measured_costs(config: TrainConfig, layout: Layout) -> bool:
     """Whether a plan of `config` uses layers timed on this machine."""
     hardware = config.hardware
     given = {hardware.tflops, hardware.memory_gb_per_second, hardware.operation_microseconds} != {None}
-    return config.cost != "figures" and layout.here and not given and not config.dry_run
+    return config.cost != "figures" and layout.is_local and not given and not config.dry_run
 
 
-def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log: Log) -> LayerTimes | None:
+def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log: Log) -> MeasuredCosts | None:
     """The times of the layers of `config`, looked up once for each command; None if they cannot be timed here."""
     settings = asdict(config)
     facts = {
@@ -77,17 +77,17 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
         "splits": profile.splits,
     }
     key = compute_digest("layers of a model", [facts, settings["hardware"], _samples(config, profile)])
-    if key not in _known:
+    if key not in _costs_of_command:
 
         def decide() -> str:
             times = _times_of_machine(config, profile, layout, facts, log)
             return json.dumps(times and asdict(times))
 
-        text = decide() if layout.started is None else decided_by_first(key, decide)
+        text = decide() if layout.torchrun is None else broadcast_text(key, decide)
         decided = json.loads(text)
         pairs = {name: tuple(decided[name]) for name in ("samples", "all_threads", "scatter")} if decided else {}
-        _known[key] = decided and LayerTimes(**decided | pairs)
-    times = _known[key]
+        _costs_of_command[key] = decided and MeasuredCosts(**decided | pairs)
+    times = _costs_of_command[key]
     if times is None:
         return None
     hardware = config.hardware
@@ -100,7 +100,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
 
 def _times_of_machine(
     config: TrainConfig, profile: ModelProfile, layout: Layout, facts: dict[str, Any], log: Log
-) -> LayerTimes | None:
+) -> MeasuredCosts | None:
     """The remembered times of the layers, or what a timing finds; None, after a line, if they cannot be timed."""
     devices = layout.devices
     if isinstance(samples := _sizes(config, profile, layout), str):
@@ -108,7 +108,7 @@ def _times_of_machine(
         return None
     facts = facts | _machine_facts(layout) | {"version": _VERSION, "samples": samples}
     file = _folder() / "costs" / f"{compute_digest('layer seconds', facts)}.json"
-    timed = None if config.cost == "measured_anew" else _remembered(file)
+    timed = None if config.cost == "measured_anew" else _read_cache(file)
     if timed is None:
         line = f"timing {plural(len(profile.costs), 'layer')} on this machine, to cut them evenly"
         if not phase(line):
@@ -120,15 +120,15 @@ def _times_of_machine(
             return None
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps([timed, compute_digest("what was timed", timed)]))
+            write_atomic(file, json.dumps([timed, compute_digest("what was timed", timed)]))
         except OSError as error:
             log(f"not remembered for the next time: {error_text(error)}")
-    sheet = rates_of_sheet(resolved(config.hardware, devices), 1)  # for a link that was not timed
-    latency, per_byte = sheet.link_seconds, sheet.link_byte_seconds
-    if timed["link"] is not None and layout.processes == layout.processes_here:
+    data_sheet = rates_of_data_sheet(with_data_sheet(config.hardware, devices), 1)  # for a link that was not timed
+    latency, per_byte = data_sheet.link_seconds, data_sheet.link_byte_seconds
+    if timed["link"] is not None and layout.processes == layout.local_processes:
         latency, per_byte = timed["link"][0], 1 / timed["link"][1]
-    least, most = samples
-    return LayerTimes(
+    smaller, larger = samples
+    return MeasuredCosts(
         samples,
         timed["seconds"],
         timed["updates"],
@@ -139,7 +139,7 @@ def _times_of_machine(
         latency,
         per_byte,
         scatter=tuple(timed["scatter"]),
-        source=f"layers timed on this machine, {least} and {plural(most, 'sample')} at a time",
+        source=f"layers timed on this machine, {smaller} and {plural(larger, 'sample')} at a time",
     )
 
 
@@ -151,11 +151,11 @@ def _samples(config: TrainConfig, profile: ModelProfile) -> int:
 def _processes(profile: ModelProfile, layout: Layout) -> int:
     """How many processes, or GPUs of one process, are timed at the same time: as many as compute at the same time here,
     but on a CPU a power of two; between these the slowdown is interpolated."""
-    processes = min(layout.processes_here, _MAX_PROCESSES, len(profile.costs))
+    processes = min(layout.local_processes, _MAX_PROCESSES, len(profile.costs))
     if gpus := _gpus(layout):
         return processes if layout.processes > 1 else len(gpus)
-    at_once = min(processes, max(1, usable_cores() // layout.threads))
-    return 2 ** (at_once.bit_length() - 1)
+    concurrent_processes = min(processes, max(1, usable_cores() // layout.threads))
+    return 2 ** (concurrent_processes.bit_length() - 1)
 
 
 def _replays(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
@@ -184,7 +184,7 @@ def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[
     return max(2, samples // 4), samples
 
 
-def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: tuple[int, int]) -> Timed:
+def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: tuple[int, int]) -> TimingResult:
     """What the workers report (`layer_benchmark.measure`), for the slowest kind of GPU, as a step waits for all GPUs.
     Raises InputError if a worker fails."""
     single_run = replace(
@@ -205,13 +205,13 @@ def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: t
     segments = cut(_segments(profile, samples[1], _bytes_for_layers(config, layout)))
     layers = cut((1,) * len(profile.costs)) if _replays(config, profile, layout) else None
     max_threads = usable_cores() if layout.on_cpu else layout.threads
-    timing = Timing(single_run, segments, layers, samples, _SECONDS, profile.splits, max_threads)
+    timing = TimingJob(single_run, segments, layers, samples, _SECONDS, profile.splits, max_threads)
     messages: list[object] = []
-    for placed in _each_kind_first(spec):
-        failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, messages.append)
+    for on_kind in _each_kind_first(spec):
+        failure = run_task(partial(measure, timing, on_kind), on_kind, config.timeout_seconds, messages.append)
         if failure is not None:
             raise InputError(failure.text)
-    timed = [message for message in messages if isinstance(message, Timed)]
+    timed = [message for message in messages if isinstance(message, TimingResult)]
     return max(timed, key=lambda times: sum(map(sum, times.seconds[1])))
 
 
@@ -226,13 +226,13 @@ def _each_kind_first(spec: PipelineSpec) -> Iterator[PipelineSpec]:
 
 def _segments(profile: ModelProfile, samples: int, available: int) -> tuple[int, ...]:
     """The number of consecutive layers in each segment, at least one: as many as fit in the `available` bytes."""
-    segments, held = [0], 0
+    segments, used = [0], 0
     for needed in _bytes_of_layers(profile, samples):
-        if segments[-1] and held + needed > available:
+        if segments[-1] and used + needed > available:
             segments.append(0)
-            held = 0
+            used = 0
         segments[-1] += 1
-        held += needed
+        used += needed
     return tuple(segments)
 
 
@@ -246,8 +246,8 @@ def _bytes_of_layers(profile: ModelProfile, samples: int) -> Sequence[int]:
 
 def _bytes_for_layers(config: TrainConfig, layout: Layout) -> int:
     """Half of a device's memory, as several processes may measure at once."""
-    limit = resolved(config.hardware, layout.devices).memory_gib
-    available = int(limit * 2**30) if limit else usable_memory_bytes() // layout.processes_here
+    limit = with_data_sheet(config.hardware, layout.devices).memory_gib
+    available = int(limit * 2**30) if limit else usable_memory_bytes() // layout.local_processes
     return available // 2
 
 
@@ -274,7 +274,7 @@ def _folder() -> Path:
         return temporary_folder()
 
 
-def _remembered(file: Path) -> Any:
+def _read_cache(file: Path) -> Any:
     """The content of a remembered file; None if it is missing or damaged."""
     try:
         remembered, digest = read_json(file)

@@ -12,7 +12,7 @@ from gpipe_cli.config.settings import CheckSettings, find_run
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.interrupts import import_in_thread
 
 # Settings that `gpipe check` refuses, with the reason and the remedy.
 UNSUPPORTED = {
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     check_data_present(config)
     with show_preparation(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start(config)  # the server imports torch in parallel with this process
-        import_apart("gpipe_cli.commands.cross_check_run", "gpipe_cli.commands.check_run")  # they import torch
+        import_in_thread("gpipe_cli.commands.cross_check_run", "gpipe_cli.commands.check_run")  # they import torch
         from gpipe_cli.commands.check_run import run_check
         from gpipe_cli.commands.cross_check_run import run_cross_check
 

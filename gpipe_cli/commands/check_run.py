@@ -22,7 +22,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.planner.layout import own_threads
+from gpipe_cli.planner.layout import default_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import print_fields, show_error
@@ -32,7 +32,7 @@ from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
-from gpipe_cli.verify import variants as verify
+from gpipe_cli.verify import self_check as verify
 
 _BASIC_MODES: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes to try with further schedules
 
@@ -44,7 +44,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     """Check the configuration and write check.json into `folder`. Returns the exit code: 0 identical, 1 a variant
     differs or fails. Raises InputError for what the user can fix."""
     # identical bits need the same number of threads in every variant, however many processes share the cores
-    threads = config.threads or own_threads(config.partitions)
+    threads = config.threads or default_threads(config.partitions)
     # without a memory limit every recompute mode can be planned, and is tried
     hardware = replace(config.hardware, memory_gib=None)
     mode = "except_last" if config.recompute == "auto" else config.recompute

@@ -30,9 +30,9 @@ from gpipe_cli.errors import (
 )
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.system.interrupts import Stopped, import_apart, interruptible
+from gpipe_cli.system.interrupts import StopRequested, catch_interrupts, import_in_thread
 from gpipe_cli.system.phase import end_phase, phase, phases
-from gpipe_cli.system.streams import lost_output
+from gpipe_cli.system.stdio import lost_output
 
 HYDRA_COMMANDS = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes
 
@@ -55,7 +55,7 @@ def run_guarded(work: Callable[[], int]) -> CommandResult:
         if exit_code == 0 and (lost := lost_output()) is not None:
             raise lost
         return CommandResult(exit_code)
-    except Stopped:
+    except StopRequested:
         return CommandResult(STOPPED, "stopped")
     except KeyboardInterrupt:
         return CommandResult(INTERRUPTED, "interrupted")
@@ -77,7 +77,7 @@ def run_guarded(work: Callable[[], int]) -> CommandResult:
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
     read_torchrun_env()  # raises InputError for variables that torchrun would never set
-    with phases() if is_rank_zero() else contextlib.nullcontext(), interruptible():
+    with phases() if is_rank_zero() else contextlib.nullcontext(), catch_interrupts():
         if name in HYDRA_COMMANDS and not any(argument.startswith("-") for argument in arguments):  # --help only prints
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
@@ -104,7 +104,7 @@ def import_torch() -> None:
     with show_preparation():
         # a training would import the last two later, which would cost every fork most of a second
         later = "torch.fx.experimental.symbolic_shapes", "gpipe_cli.reporting.plots.timeline"
-        import_apart("gpipe_cli.commands.training_run", *later)
+        import_in_thread("gpipe_cli.commands.training_run", *later)
 
 
 def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[CommandResult]:

@@ -56,7 +56,7 @@ from gpipe_cli.config.settings import (
 from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, describe_error, error_text
 from gpipe_cli.planner.step_schedule import check_schedule_files
 from gpipe_cli.schedule.placement import PLACEMENTS
-from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.interrupts import import_in_thread
 
 if TYPE_CHECKING:
     from gpipe_cli.models.preprocessing import Preprocessing
@@ -382,7 +382,7 @@ def _set_vocabulary_size(cfg: DictConfig, overrides: Mapping[str, object]) -> No
     place, size = (OmegaConf.select(cfg, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
     typed_alone = "dataset.tokenizer" in overrides and "dataset.vocabulary" not in overrides
     if isinstance(place, str) and (size is None or typed_alone):
-        import_apart("gpipe_cli.data.pretrained_tokenizer")  # torch comes with it
+        import_in_thread("gpipe_cli.data.pretrained_tokenizer")  # torch comes with it
         from gpipe_cli.data.pretrained_tokenizer import HFTokenizer
 
         OmegaConf.update(cfg, "dataset.vocabulary", HFTokenizer(place).size)
@@ -418,7 +418,7 @@ def _pretrained_preprocessing(config: TrainConfig) -> "ImagesConfig | Preprocess
         return saved if isinstance(saved, ImagesConfig) else None
     if not getattr(model, "pretrained", False) and getattr(model, "weights", None) is None:
         return None
-    import_apart("gpipe_cli.assembly.build")  # torch comes with it
+    import_in_thread("gpipe_cli.assembly.build")  # torch comes with it
     from gpipe_cli.assembly.build import preprocessing_of
 
     return preprocessing_of(config)

@@ -25,7 +25,7 @@ from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.planner.layout import own_threads
+from gpipe_cli.planner.layout import default_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import print_fields
@@ -33,8 +33,8 @@ from gpipe_cli.reporting.tables.against import AgainstReport, Measurement, Row, 
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.units import plural
-from gpipe_cli.verify import against as verify
-from gpipe_cli.verify.variants import REFERENCES
+from gpipe_cli.verify import cross_check as verify
+from gpipe_cli.verify.self_check import REFERENCES
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class _Competitor:
     gradients: Path  # the folder with the gradients of the contestant's first step
     excluded_reason: str = ""  # why the contestant does not take part
     failure: str = ""
-    rounds: list[list[verify.Ran]] = field(default_factory=list)
+    rounds: list[list[verify.TimedRun]] = field(default_factory=list)
 
     def seconds(self) -> float:
         """Seconds of a step; infinite if no step was measured."""
@@ -106,7 +106,7 @@ class _CrossCheck:
         if not distributed:  # torchgpipe seeds its micro-batches in another way
             zero = {key: 0.0 for key in ("dropout", "attention_dropout", "drop_path") if hasattr(config.model, key)}
             config = replace(config, model=replace(config.model, **zero))  # type: ignore[arg-type]  # fields that it has
-        threads = config.threads or own_threads(config.partitions)
+        threads = config.threads or default_threads(config.partitions)
         self._settings, self._files, self._requested_config = settings, files, config
         self._config = replace(
             config, threads=threads, recompute="never" if config.recompute == "auto" else config.recompute,
@@ -167,15 +167,15 @@ class _CrossCheck:
                 self._run(competitor)
 
     def _run(self, competitor: _Competitor) -> None:
-        runs: list[verify.Ran] = []
+        runs: list[verify.TimedRun] = []
         failed: dict[int, str] = {}
 
         def on_message(message: object) -> None:
             match message:
-                case verify.Ran():
+                case verify.TimedRun():
                     runs.append(message)
-                case verify.Failed():
-                    failed[message.process] = message.text
+                case verify.ProgramFailed():
+                    failed[message.rank] = message.text
 
         task = partial(
             verify.run, self._config, competitor.spec, program=competitor.program, schedule=competitor.schedule,
@@ -187,7 +187,7 @@ class _CrossCheck:
         elif failure.reason is Reason.USER:
             raise InputError(failure.text)
         else:
-            competitor.failure = failed.get(failure.process, " ".join(failure.text.split()))
+            competitor.failure = failed.get(failure.rank, " ".join(failure.text.split()))
 
     def report(self) -> AgainstReport:
         assert self._settings.against is not None

@@ -24,7 +24,7 @@ from gpipe_cli.config.settings import (
 )
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.interrupts import import_in_thread
 
 # Settings that replace the run's own. null keeps the run's value, except for stages_per_process, which is about the
 # processes of this command: there null means what it means for a training.
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
     fork_server.start(training)  # the server imports torch in parallel with this process
     with show_preparation():
-        import_apart("gpipe_cli.commands.training_run")  # torch comes with it
+        import_in_thread("gpipe_cli.commands.training_run")  # torch comes with it
         from gpipe_cli.commands.training_run import evaluate
 
         return evaluate(settings, training)

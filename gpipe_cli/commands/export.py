@@ -17,7 +17,7 @@ from gpipe_cli.config.schema import setting_names
 from gpipe_cli.config.settings import ExportConfig, ExportSettings
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.interrupts import import_in_thread
 
 KEYS = (*setting_names(ExportSettings), *RUN_OVERRIDES)
 # Suffixes by format: programs choose by a file's suffix how to read the file.
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
     fork_server.start(config.training)  # the server imports torch in parallel with this process
     with show_preparation():
-        import_apart("gpipe_cli.commands.export_run")  # torch comes with it
+        import_in_thread("gpipe_cli.commands.export_run")  # torch comes with it
         from gpipe_cli.commands.export_run import run_export
 
         return run_export(config, file)

@@ -30,7 +30,7 @@ from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import TABLE, to_text
 from gpipe_cli.results.files import as_json
-from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.interrupts import import_in_thread
 
 if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.plan import Plan
@@ -88,7 +88,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
     with run_folder(config, datetime.now(), auto, "plan") as folder, show_preparation():
         if config.cost != "figures" and config.hardware.is_this_machine:
             fork_server.start()  # the server imports torch in parallel with this process
-        import_apart("gpipe_cli.commands.plan_run")  # torch comes with it
+        import_in_thread("gpipe_cli.commands.plan_run")  # torch comes with it
         from gpipe_cli.commands.plan_run import plan
 
         return plan(config, auto, request.settings, folder, console, shown=shown)

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.benchmark.machine_timing import times_layers
+from gpipe_cli.benchmark.machine_timing import uses_measured_costs
 from gpipe_cli.commands.prepare import NOT_COMPILED, prepare
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.auto_settings import solve_max_model
-from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.data_sheet import with_data_sheet
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.plan import PLAN, Plan
 from gpipe_cli.planner.simulation_data import simulation_data
-from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.planner.step_schedule import validated_schedule_for
 from gpipe_cli.reporting.page.page import PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import TRACE, write_trace
 from gpipe_cli.reporting.plots.picture import write_picture
@@ -30,7 +30,7 @@ from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.results.files import write_result
 from gpipe_cli.schedule.schedule_file import schedule_to_csv
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 
 PICTURE_FILE = "timeline.png"
 SETTINGS_FILE = "settings.yaml"  # not config.yaml, which would make the folder a run's
@@ -74,9 +74,9 @@ def plan(
             write_result(folder, made.tree(), PLAN)
         if file is not None:
             # the file has all micro-batches; the plan may have fewer
-            schedule = checked_schedule(made.order, config.micro_batches, made.recompute)
-            write_whole(Path(file), schedule_to_csv(schedule, made.layout.row_of_stage))
-        write_whole(folder / SETTINGS_FILE, to_yaml(config))
+            schedule = validated_schedule_for(made.order, config.micro_batches, made.recompute)
+            write_atomic(Path(file), schedule_to_csv(schedule, made.layout.row_of_stage))
+        write_atomic(folder / SETTINGS_FILE, to_yaml(config))
         about = f"{name} on {config.dataset.name}"
         write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
         title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
@@ -95,10 +95,10 @@ def plan(
 def _check_data_sheet(config: TrainConfig, solve: str | None, *, several: bool) -> None:
     """Raises InputError if a plan by a data sheet lacks a figure; `several` partitions need the link's figure, too."""
     layout = layout_of(config)
-    hardware = resolved(config.hardware, layout.devices)
+    hardware = with_data_sheet(config.hardware, layout.devices)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
-    if missing and (solve or not times_layers(config, layout)):
+    if missing and (solve or not uses_measured_costs(config, layout)):
         what = "this GPU has no file in conf/hardware" if hardware.is_this_machine else f"hardware={hardware.name}"
         raise InputError(
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "

@@ -14,10 +14,10 @@ from gpipe_cli.errors import InvalidSettingError, format_value
 from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
-from gpipe_cli.planner.layout import Layout, layout_of, own_threads
+from gpipe_cli.planner.layout import Layout, default_threads, layout_of
 from gpipe_cli.planner.machine_settings import with_memory_format, with_threads
 from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
-from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, spec_from_plan
 from gpipe_cli.planner.plan import Choice, Plan
 from gpipe_cli.schedule.named_schedules import ORDERS
 from gpipe_cli.schedule.partitioner import check_balance, check_partitions
@@ -50,27 +50,27 @@ def prepare(
     config: TrainConfig,
     auto: Collection[str],
     log: Callable[[str], None],
-    started: Torchrun | None = None,
+    torchrun: Torchrun | None = None,
     *,
     other_machine: bool = False,
 ) -> PreparedRun:
     """Choose the settings in `auto`, plan the step, and partition the model.
 
-    `log` gets a line before each slow part; `started`: this process, if torchrun started it; `other_machine`: the plan
+    `log` gets a line before each slow part; `torchrun`: this process, if torchrun started it; `other_machine`: the plan
     is for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the
     memory.
     """
     config = with_memory_format(config)
-    check_feasible(config, auto, started)
+    check_feasible(config, auto, torchrun)
     phase("tracing the layers, to know what each computes, keeps and sends")
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
-    plan = choose(config, auto, profile, costs_of, started, other_machine=other_machine)
+    plan = choose(config, auto, profile, costs_of, torchrun, other_machine=other_machine)
     if plan.config.batch_size is not None:
         check_single_samples(plan.config, plan.config.batch_size, profile)
     plan = with_threads(plan)
-    config, spec = plan.config, placed(plan)
+    config, spec = plan.config, spec_from_plan(plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
     notes += [("chosen", _choice_text(comparison)) for comparison in plan.choices]
     notes += [*_preprocessing_note(config)]
@@ -81,16 +81,16 @@ def prepare(
     return PreparedRun(plan, spec, tuple(notes))
 
 
-def check_feasible(config: TrainConfig, auto: Collection[str] = (), started: Torchrun | None = None) -> None:
+def check_feasible(config: TrainConfig, auto: Collection[str] = (), torchrun: Torchrun | None = None) -> None:
     """Raises InputError, before layers are traced and timed, for missing devices and for a number of stages that the
-    devices or the layers do not allow; `auto` and `started`: as of `prepare`."""
+    devices or the layers do not allow; `auto` and `torchrun`: as of `prepare`."""
     if config.graphs is True and not computes_on_gpu(config):
         why = "only a GPU replays graphs, and the layers compute on the CPU; use graphs=auto"
         raise InvalidSettingError("graphs", True, why)
     phase("building the model")
     layers, balance = number_of_layers(config), config.partition.balance
     if not {"partitions", "replicas"} & set(auto):
-        layout_of(config, started)
+        layout_of(config, torchrun)
     if "partitions" in auto:
         return
     if balance is not None:
@@ -108,7 +108,7 @@ def _threads_note(config: TrainConfig, processes: int) -> Iterator[tuple[str, st
     if config.resume is None:
         return
     threads, before = config.threads, read_config(Path(config.resume), fallback_values(config)).threads
-    usual = own_threads(processes)
+    usual = default_threads(processes)
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:
@@ -145,7 +145,7 @@ def _preprocessing_text(images: ImagesConfig | Preprocessing) -> str:
 
 def _device_sharing_note(layout: Layout) -> Iterator[tuple[str, str]]:
     """A line of the banner if stages or threads take turns, so that a measurement is not a pipeline's speed."""
-    processes = layout.processes_here
+    processes = layout.local_processes
     threads, cores = plural(layout.threads, "thread"), plural(usable_cores(), "core")
     if layout.short_of_cores and processes == 1:
         yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
@@ -157,7 +157,7 @@ def _device_sharing_note(layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _no_effect_notes(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
     """A line if a schedule or a placement needs more stages to make a difference."""
-    looped, one_each = "partitions={} stages_per_process=2", spec.layout.of_pipeline == spec.partitions > 1
+    looped, one_each = "partitions={} stages_per_process=2", spec.layout.processes_per_pipeline == spec.partitions > 1
     if config.schedule == "interleaved" and one_each:
         use = looped.format(2 * config.partitions)
         yield "schedule", f"interleaved is 1f1b where a process has one stage; {use} interleaves"

@@ -32,7 +32,7 @@ from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, read_recipe, recipe_names
 from gpipe_cli.reproduction.runner import LOG, RECIPES_DIR, CommandFailedError, keep_last
 from gpipe_cli.results.files import read_result, write_result
-from gpipe_cli.system.files import contents, read_text, write_whole
+from gpipe_cli.system.files import contents, read_text, write_atomic
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.units import duration
 
@@ -251,7 +251,7 @@ def _write_report(folder: Path, failed: dict[str, str]) -> None:
     reproductions = [read_reproduction(folder / name) for name in every if _is_done(folder / name)]
     write_report(folder, reproductions, failed)
     if len(reproductions) == len(every) and (RECIPES_DIR / README).is_file():
-        write_whole(folder / README, insert_results(read_text(RECIPES_DIR / README), reproductions))
+        write_atomic(folder / README, insert_results(read_text(RECIPES_DIR / README), reproductions))
 
 
 def recipes() -> Table:

@@ -46,11 +46,11 @@ def load_run(
     folder: Path,
     target: str | None = None,
     add: Callable[[str], str] = format_target_setting,
-    instead: Mapping[str, Any] | None = None,
+    fallbacks: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
     """`load` of the run in `folder`, with the absolute path of its data: a relative dataset.root is that of the working
     directory in which the run was started, unless there is nothing any more; then it is that of this command's."""
-    config = load_run_config(folder, target, add, instead)
+    config = load_run_config(folder, target, add, fallbacks)
     result = run_result_or_none(folder)
     root, started_in = config.dataset.root, result.starts[-1].folder if result and result.starts else ""
     if root is None or not started_in or not os.path.exists(followed := os.path.join(started_in, root)):

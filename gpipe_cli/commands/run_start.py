@@ -22,7 +22,7 @@ from gpipe_cli.reporting.run.lines import log, log_to_folder, show_line
 from gpipe_cli.reporting.run.summary import describe_outcome
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, format_second, run_result_or_none
-from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.interrupts import import_in_thread
 from gpipe_cli.system.phase import name_long_phases
 
 
@@ -59,7 +59,7 @@ def start_run(request: RunRequest, *typed: str, show_next_commands: bool = False
         with show_preparation(title):
             if not config.dry_run:
                 fork_server.start(config)  # the server imports torch in parallel with this process
-            import_apart("gpipe_cli.commands.training_run")  # torch comes with it
+            import_in_thread("gpipe_cli.commands.training_run")  # torch comes with it
             from gpipe_cli.commands.training_run import launch
 
             request = replace(request, config=config)
@@ -95,8 +95,8 @@ def _run_title(config: TrainConfig, auto: tuple[str, ...]) -> str:
 def _previous_run_folder(config: TrainConfig) -> Path | None:
     """The folder of an earlier start of this run by torchrun; None for the first start."""
     fork_server.start(config)
-    import_apart("gpipe_cli.distributed.rendezvous")  # torch comes with it
-    from gpipe_cli.distributed.rendezvous import earlier_folder
+    import_in_thread("gpipe_cli.distributed.rendezvous")  # torch comes with it
+    from gpipe_cli.distributed.rendezvous import previous_run_folder
 
     with limit_waits(config.timeout_seconds):
-        return earlier_folder()
+        return previous_run_folder()

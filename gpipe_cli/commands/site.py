@@ -20,7 +20,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import show_line, show_text
 from gpipe_cli.system.files import read_text
-from gpipe_cli.system.interrupts import import_apart
+from gpipe_cli.system.interrupts import import_in_thread
 
 HELP = """\
 Writes a site that explains pipelining to readers who have installed nothing.
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     with lock_folder(Path(word), word, new=False) as folder, show_preparation():
         if config.cost != "figures":
             fork_server.start()  # the server imports torch in parallel with this process
-        import_apart("gpipe_cli.commands.prepare")
+        import_in_thread("gpipe_cli.commands.prepare")
         from gpipe_cli.commands.prepare import prepare
         from gpipe_cli.planner.simulation_data import simulation_data
         from gpipe_cli.reporting.page.page import PAGE, write_page

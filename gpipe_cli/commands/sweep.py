@@ -49,7 +49,7 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import format_override, format_resume_command
 from gpipe_cli.reporting.tables.sweep import NOT_RETRYABLE, Run, bench_status, show_remaining
 from gpipe_cli.results.run import run_result_or_none
-from gpipe_cli.system.interrupts import Stopped
+from gpipe_cli.system.interrupts import StopRequested
 
 # Turns a tree and the typed settings into a request; raises InputError for a wrong setting.
 MakeRequest = Callable[[DictConfig, Mapping[str, object]], RunRequest]
@@ -230,7 +230,7 @@ class Sweep:
         except KeyboardInterrupt as asked:
             self._stop_exception = type(asked)
             ending = command_runner.CommandResult(INTERRUPTED)
-        exceptions = {STOPPED: Stopped, SIGPIPE_EXIT: BrokenPipeError}  # what ended the fork ends the sweep
+        exceptions = {STOPPED: StopRequested, SIGPIPE_EXIT: BrokenPipeError}  # what ended the fork ends the sweep
         self._stop_exception = exceptions.get(ending.exit_code, self._stop_exception)
         if ending.exit_code < 0:
             fork_server.kill()  # ends the workers of a run that was killed before it could end them
@@ -240,7 +240,7 @@ class Sweep:
         self._folder.record(attempt)
         run = self._to_run(attempt, cell)
         if run.exit_code:
-            why = "" if self._stop_exception in (KeyboardInterrupt, Stopped) else f": {error}"
+            why = "" if self._stop_exception in (KeyboardInterrupt, StopRequested) else f": {error}"
             self._print(Text.assemble((self._status(run), "red"), f" {cell.name}{why}"), always=True)
         return run
 

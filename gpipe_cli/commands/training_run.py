@@ -13,7 +13,7 @@ from gpipe_cli.commands.prepare import check_feasible, prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, fallback_values, read_config, resume_or_restart
-from gpipe_cli.distributed.rendezvous import Decision, agree
+from gpipe_cli.distributed.rendezvous import Decision, broadcast_decision
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, read_torchrun_env
 from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, InvalidSettingError, error_text
 from gpipe_cli.launch.fork_server import fork_server
@@ -26,9 +26,9 @@ from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_error, show_text
 from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.results.run import Restart, Start
-from gpipe_cli.system.files import write_whole
-from gpipe_cli.system.gpus import look_again
-from gpipe_cli.system.interrupts import Stopped
+from gpipe_cli.system.files import write_atomic
+from gpipe_cli.system.gpus import refresh_gpus
+from gpipe_cli.system.interrupts import StopRequested
 from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import (
     RUN_FOLDER_MISSING,
@@ -70,7 +70,7 @@ def launch(
         may_be_complete = (may_exist or restarts) and is_rank_zero() and not config.dry_run
         if may_be_complete and (progress := progress_if_complete(request.config, folder)) is not None:
             find_source(request.config)  # refuses settings with which the run could not go on
-            agree(lambda: Decision(folder, config.resume, None, complete=True))
+            broadcast_decision(lambda: Decision(folder, config.resume, None, complete=True))
             evaluate_by = complete_result(folder, config, progress)
             rest = f"score the test set by  {evaluate_by}" if evaluate_by else "nothing is left to do"
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; {rest}"
@@ -95,10 +95,10 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     and raises InputError, as `launch`."""
     folder = Path(settings.run)
     training = evaluation_config(config)
-    spec = make_pipeline_spec(training, started=read_torchrun_env())
+    spec = make_pipeline_spec(training, torchrun=read_torchrun_env())
     source = partial(find_compatible_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
     with limit_waits(training.timeout_seconds):
-        decision = agree(lambda: Decision(folder, None, source()))
+        decision = broadcast_decision(lambda: Decision(folder, None, source()))
     assert decision.source is not None
     task = partial(evaluate_checkpoint, training, settings.decode, decision.source, spec)
     show = EvaluationReport(training, decision.source, folder) if is_rank_zero() else NoReport()
@@ -147,7 +147,7 @@ def _train(
         return 0
     if training.compile and is_rank_zero() and not restarts:
         show_text(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
-    decision = agree(lambda: Decision(folder, config.resume, source))
+    decision = broadcast_decision(lambda: Decision(folder, config.resume, source))
     if decision.complete:
         return 0
     if (
@@ -183,7 +183,7 @@ def _shrink_to_remaining_gpus(config: TrainConfig) -> tuple[TrainConfig, str]:
         return config, ""
     layout = place_stages(config, before, config.threads, None)  # no torchrun: it itself starts processes again
     used = len({device for devices in layout.replica_devices for device in devices})
-    look_again()
+    refresh_gpus()
     left = number_of_gpus(config)
     if left == 0 or left >= used:  # 0: the CPU is taken
         return config, ""
@@ -248,14 +248,14 @@ def run_and_report(
         show.on_message(message)
 
     why = ", so that stages can compute at once," if spec.layout.processes > 1 else ""
-    phase(f"starting {plural(spec.layout.processes_here, 'process')}{why} and reading data")
+    phase(f"starting {plural(spec.layout.local_processes, 'process')}{why} and reading data")
     try:
         failure = run_task(task, spec, timeout_seconds, on_message, start, stoppable=stoppable)
     except KeyboardInterrupt as asked:
         if not show.started:
             raise
         show.finish("interrupted", None)
-        return STOPPED if isinstance(asked, Stopped) else INTERRUPTED
+        return STOPPED if isinstance(asked, StopRequested) else INTERRUPTED
     except SystemExit:  # the console's reader has ended, as in `gpipe train | head`
         show.finish("interrupted", "nobody reads the output any more")
         raise
@@ -273,12 +273,12 @@ def run_and_report(
     if resumable and failure.reason in (Reason.LOST, Reason.ABORTED, Reason.PEER):
         raise _ProcessLostError(failure.text)
     if failure.reason is Reason.USER and not show.started:
-        raise failure.refused or InputError(failure.text)
+        raise failure.invalid_setting or InputError(failure.text)
     text = failure.text
     details = folder / "failure.txt"
     if failure.traceback:
         with suppress(OSError):  # no folder, or a full disk: why the run failed matters more
-            write_whole(details, failure.traceback)
+            write_atomic(details, failure.traceback)
             text += f" (traceback in {details})"
     show.finish("failed", text)
     return BAD_INPUT if failure.reason is Reason.USER else FAILED

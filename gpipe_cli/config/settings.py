@@ -43,7 +43,7 @@ from gpipe_cli.errors import (
     format_value,
 )
 from gpipe_cli.system.files import folders_in, read_text
-from gpipe_cli.system.gpus import devices_here
+from gpipe_cli.system.gpus import describe_devices
 from gpipe_cli.units import plural
 
 T = TypeVar("T")
@@ -393,7 +393,7 @@ def from_values(kind: type[T], values: dict[str, Any]) -> T:
     except InvalidValueError as error:
         if error.key != "device":
             raise
-        raise InvalidValueError(error.key, error.value, f"{error.why}; this machine has {devices_here()}") from None
+        raise InvalidValueError(error.key, error.value, f"{error.why}; this machine has {describe_devices()}") from None
 
 
 def _count_classes(dataset: dict[str, Any]) -> None:

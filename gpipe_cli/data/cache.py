@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from gpipe_cli.errors import InputError, InvalidSettingError, error_text
-from gpipe_cli.system.files import open_to_append, write_whole
+from gpipe_cli.system.files import open_to_append, write_atomic
 
 _DIGEST_BYTES = 16
 
@@ -59,7 +59,7 @@ def read_or_make(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
         with file_lock(folder / f".{name}.lock"):
             if (content := _read(path)) is None:  # otherwise another process has made it while this process waited
                 content = make()
-                write_whole(path, _digest(content) + content)
+                write_atomic(path, _digest(content) + content)
             return content
     except OSError as error:
         why = f"cannot be written ({error_text(error)}); set dataset.cache to a folder that can"

@@ -41,7 +41,7 @@ from gpipe_cli.data.splits import Splits
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.system.accelerator import to_device
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import first_few, plural
 
@@ -241,7 +241,7 @@ def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
     if remembered is not None:
         with suppress(OSError):  # nowhere to remember it
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(remembered, "")
+            write_atomic(remembered, "")
 
 
 def _read(dataset: ImagesConfig, seed: int) -> Splits[Samples]:

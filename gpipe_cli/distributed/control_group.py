@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 from gpipe_cli.system.accelerator import is_accelerator
 
 
-class Awaited(IntEnum):
+class BlockedOn(IntEnum):
     NOTHING = 0
     PROCESS = 1  # another process of the run
     DATA = 2  # a mini-batch
@@ -38,8 +38,8 @@ class Awaited(IntEnum):
 class Activity:
     """What a process is doing: int64 numbers in memory shared with its supervisor, which detects a hang by them."""
 
-    changes: int  # incremented when an action begins, a wait ends or a message is sent
-    awaited: int  # an Awaited
+    progress_counter: int  # incremented when an action begins, a wait ends or a message is sent
+    blocked_on: int  # a BlockedOn
     # the last action begun, the samples of its micro-batch, and up to two lengths that the samples are padded to
     kind: int  # 1 F, 2 R, 3 B, 0 none yet
     stage: int
@@ -53,7 +53,7 @@ ACTIVITY_NUMBERS = len(fields(Activity))  # per process
 # The memory's last two numbers: messages of process 0 that the parent has handled, and 1 once the run is to stop.
 HANDLED, STOP = -2, -1
 
-Waits = Callable[[Awaited], AbstractContextManager[object]]
+BlockedOnContext = Callable[[BlockedOn], AbstractContextManager[object]]
 Gathered = Callable[[], list[torch.Tensor]]  # waits, and returns the vector of every process by rank
 
 
@@ -69,14 +69,15 @@ class Stop(IntEnum):
 class ControlGroup:
     """The processes of a run. `group`: a Gloo group of all of them; None for a run of a single process.
 
-    The context `waits` is entered for every wait. A wait raises PeerLostError if another process is gone or silent.
+    The context `blocked_on` is entered for every wait. A wait raises PeerLostError if another process is gone or
+    silent.
     """
 
     def __init__(
-        self, rank: int, size: int, group: dist.ProcessGroup | None = None, waits: Waits = nullcontext
+        self, rank: int, size: int, group: dist.ProcessGroup | None = None, blocked_on: BlockedOnContext = nullcontext
     ) -> None:
         assert (group is None) == (size == 1)
-        self.rank, self.size, self.waits, self._group = rank, size, waits, group
+        self.rank, self.size, self.blocked_on, self._group = rank, size, blocked_on, group
         self.reason: Callable[[], Stop] = lambda: Stop.NONE  # why this process wants the run to stop
         self._last: Gathered | None = None
         self.clock_offset_seconds = self._clock_offset()
@@ -105,7 +106,7 @@ class ControlGroup:
         self._last = wait
         return lambda: [part[:-1] for part in wait()]
 
-    def stops(self) -> Stop:
+    def any_stop_asked(self) -> Stop:
         """The greatest reason to stop that any process had when it began the last gather. Waits for that gather; all
         processes get the same answer."""
         return Stop.NONE if self._last is None else Stop(max(int(part[-1]) for part in self._last()))
@@ -132,7 +133,7 @@ class ControlGroup:
             self._group = self._last = None  # a gather holds the connections of its group
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return waiting_for_peers(self.waits(Awaited.PROCESS), "another process of the run is gone or silent")
+        return waiting_for_peers(self.blocked_on(BlockedOn.PROCESS), "another process of the run is gone or silent")
 
     def _clock_offset(self) -> float:
         """Seconds by which this process's monotonic clock is ahead of process 0's: 0 if all run on the same machine.

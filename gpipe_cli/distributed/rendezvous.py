@@ -22,21 +22,21 @@ import torch.distributed as dist
 
 from gpipe_cli.distributed.torchrun_env import (
     Torchrun,
+    describe_variables,
+    get_wait_limit,
     is_rank_zero,
     may_restart,
     read_torchrun_env,
     store_address,
-    variables,
-    wait_limit,
 )
 from gpipe_cli.system.phase import end_phase
 
 _FOLDER = "gpipe/run_folder"
 _START = "gpipe/start"
-_PATIENCE = timedelta(minutes=15)  # for the slowest process to import its libraries
-_STORE_PATIENCE = timedelta(minutes=1)  # for torchrun's own store, which exists before torchrun starts a process
+_PROCESS_TIMEOUT = timedelta(minutes=15)  # for the slowest process to import its libraries
+_STORE_TIMEOUT = timedelta(minutes=1)  # for torchrun's own store, which exists before torchrun starts a process
 _POLL_SECONDS = 0.05
-_SAID_SECONDS = 5.0  # of waiting, after which a line says for whom
+_REPORT_AFTER_SECONDS = 5.0  # of waiting, after which a line says for whom
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,30 @@ class Decision:
     start: str = ""  # under torchrun: names this start of all processes
 
 
-def earlier_folder() -> Path | None:
+def previous_run_folder() -> Path | None:
     """The run folder of an earlier start by the same torchrun, None for the first start; called in process 0."""
     if not may_restart() or not store().check([_FOLDER]):
         return None
     return Path(json.loads(store().get(_FOLDER)))
 
 
-def agree(decide: Callable[[], Decision]) -> Decision:
+def broadcast_decision(decide: Callable[[], Decision]) -> Decision:
     """What process 0 decides, with absolute paths; the other processes wait for it. After a restart by torchrun,
-    `earlier_folder` finds its run folder. Raises ConnectionError or TimeoutError, in a single line, if a process
+    `previous_run_folder` finds its run folder. Raises ConnectionError or TimeoutError, in a single line, if a process
     does not come."""
-    started = read_torchrun_env()
+    torchrun = read_torchrun_env()
     if not is_rank_zero():
-        assert started is not None
-        return _receive(started)
+        assert torchrun is not None
+        return _receive(torchrun)
     decision = decide()
     if may_restart():
         store().set(_FOLDER, json.dumps(str(decision.folder.absolute())))
-    return decision if started is None else _send(started, decision)
+    return decision if torchrun is None else _send(torchrun, decision)
 
 
-def decided_by_first(key: str, decide: Callable[[], str]) -> str:
+def broadcast_text(key: str, decide: Callable[[], str]) -> str:
     """The text that process 0 decides under `key`, also if torchrun starts the processes again; the others wait for it.
-    Raises what `agree` raises."""
+    Raises what `broadcast_decision` raises."""
     key = f"gpipe/{key}"
     if not is_rank_zero():
         shared = store()
@@ -83,21 +83,21 @@ def decided_by_first(key: str, decide: Callable[[], str]) -> str:
     return shared.get(key).decode()
 
 
-def _send(started: Torchrun, decision: Decision) -> Decision:
+def _send(torchrun: Torchrun, decision: Decision) -> Decision:
     paths = decision.folder, decision.resume, decision.source
     decided = json.dumps([*(None if path is None else str(Path(path).absolute()) for path in paths), decision.complete])
     shared = store(hosts=not may_restart())
     start = uuid.uuid4().hex
     shared.set(_START, start)
     began = time.monotonic()
-    for other in range(1, started.processes):
+    for other in range(1, torchrun.world_size):
         arrived = f"{start}/{other}"
-        _wait(partial(shared.check, [arrived]), f"process {other} of {started.processes}", began=began)
+        _wait(partial(shared.check, [arrived]), f"process {other} of {torchrun.world_size}", began=began)
         shared.set(f"{start}/{shared.get(arrived).decode()}", decided)
     return _read(decided, start)
 
 
-def _receive(started: Torchrun) -> Decision:
+def _receive(torchrun: Torchrun) -> Decision:
     shared = store()
     token = uuid.uuid4().hex
     start = ""
@@ -108,7 +108,7 @@ def _receive(started: Torchrun) -> Decision:
             return False
         # Perhaps that of an earlier start, whose process 0 has ended and never answers: read again at every call.
         start = shared.get(_START).decode()
-        shared.set(f"{start}/{started.rank}", token)
+        shared.set(f"{start}/{torchrun.rank}", token)
         return shared.check([f"{start}/{token}"])
 
     _wait(has_decision, "process 0")
@@ -120,19 +120,21 @@ def _read(decided: str | bytes, start: str) -> Decision:
     return Decision(Path(folder), resume, None if source is None else Path(source), complete, start)
 
 
-def _wait(is_done: Callable[[], bool], whom: str, most: timedelta = timedelta.max, began: float | None = None) -> None:
+def _wait(
+    is_done: Callable[[], bool], whom: str, max_wait: timedelta = timedelta.max, began: float | None = None
+) -> None:
     """Poll until `is_done()` is true: signals can interrupt it, unlike the store's own wait. A line names a long wait.
     `began`: when it has begun, by time.monotonic(); None: now. Raises TimeoutError."""
-    limit = min(most, _patience()).total_seconds()
+    limit = min(max_wait, _process_timeout()).total_seconds()
     began = time.monotonic() if began is None else began
-    said_at = time.monotonic() + _SAID_SECONDS
-    unset = variables()
+    report_at = time.monotonic() + _REPORT_AFTER_SECONDS
+    unset = describe_variables()
     while not is_done():
         if time.monotonic() > began + limit:
             raise TimeoutError(f"torchrun: no answer from {whom} within {limit:g} s; {unset}")
-        if time.monotonic() > said_at:
-            said_at = float("inf")
-            setting = "" if wait_limit() is None else " (timeout_seconds)"
+        if time.monotonic() > report_at:
+            report_at = float("inf")
+            setting = "" if get_wait_limit() is None else " (timeout_seconds)"
             end_phase()
             with suppress(OSError):
                 sys.stderr.write(f"waiting for {whom}, at most {limit:g} s{setting}; {unset}\n")
@@ -140,10 +142,10 @@ def _wait(is_done: Callable[[], bool], whom: str, most: timedelta = timedelta.ma
         time.sleep(_POLL_SECONDS)
 
 
-def _patience() -> timedelta:
+def _process_timeout() -> timedelta:
     """How long to wait for another process."""
-    seconds = wait_limit()
-    return _PATIENCE if seconds is None else timedelta(seconds=seconds)
+    seconds = get_wait_limit()
+    return _PROCESS_TIMEOUT if seconds is None else timedelta(seconds=seconds)
 
 
 @cache
@@ -154,21 +156,21 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
     """
     named, port = store_address()
     address = "localhost" if hosts else named  # it listens at all addresses, and the name may lead elsewhere
-    whom, most = ("its store", _STORE_PATIENCE) if may_restart() else ("process 0", timedelta.max)
+    whom, max_wait = ("its store", _STORE_TIMEOUT) if may_restart() else ("process 0", timedelta.max)
     made: list[dist.TCPStore | dist.DistError] = []
-    patience = _patience()
+    timeout = _process_timeout()
 
     def make() -> None:
         try:
-            made.append(dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=patience))
+            made.append(dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=timeout))
         except dist.DistError as error:
             made.append(error)
 
     if not hosts:
-        _wait(partial(_listens, address, port), whom, most)
+        _wait(partial(_is_listening, address, port), whom, max_wait)
     # in a thread: in C++ it waits for ever for what listens there and is no store, and no signal interrupts it
     Thread(target=make, daemon=True).start()
-    _wait(lambda: bool(made), whom, most)
+    _wait(lambda: bool(made), whom, max_wait)
     (shared,) = made
     if isinstance(shared, dist.DistError):
         reason = str(shared).partition("\n")[0]
@@ -176,7 +178,7 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
     return shared
 
 
-def _listens(address: str, port: int) -> bool:
+def _is_listening(address: str, port: int) -> bool:
     with suppress(OSError), socket.create_connection((address, port), timeout=1):
         return True
     return False

@@ -19,8 +19,8 @@ class Torchrun:
     """This process's place among several that torchrun has started."""
 
     rank: int
-    processes: int
-    here: int  # processes on this machine
+    world_size: int
+    local_world_size: int  # processes on this machine
     local_rank: int  # number of this process on its machine, and of its GPU
 
 
@@ -30,22 +30,22 @@ def read_torchrun_env() -> Torchrun | None:
     Raises:
         InputError: the variables contradict each other, or a variable is not a number.
     """
-    processes = _number("WORLD_SIZE", 1, _MAX_PROCESSES, 1)
-    rank = _number("RANK", 0, processes - 1, 0)
-    if processes == 1:
+    world_size = _number("WORLD_SIZE", 1, _MAX_PROCESSES, 1)
+    rank = _number("RANK", 0, world_size - 1, 0)
+    if world_size == 1:
         return None
     if not os.environ.get("MASTER_ADDR"):
         raise InputError(
-            f"WORLD_SIZE={processes}: torchrun sets MASTER_ADDR beside it, which is missing; start gpipe by torchrun, "
+            f"WORLD_SIZE={world_size}: torchrun sets MASTER_ADDR beside it, which is missing; start gpipe by torchrun, "
             "or unset WORLD_SIZE and RANK"
         )
     store_address()
-    local_processes = _number("LOCAL_WORLD_SIZE", 1, processes, processes)
-    local_rank = _number("LOCAL_RANK", 0, local_processes - 1, rank % local_processes)
-    return Torchrun(rank, processes, local_processes, local_rank)
+    local_world_size = _number("LOCAL_WORLD_SIZE", 1, world_size, world_size)
+    local_rank = _number("LOCAL_RANK", 0, local_world_size - 1, rank % local_world_size)
+    return Torchrun(rank, world_size, local_world_size, local_rank)
 
 
-def variables() -> str:
+def describe_variables() -> str:
     """The variables that are set, as NAME=VALUE, and what to do if another program has left them."""
     are_set = [f"{name}={shorten(os.environ[name])}" for name in _VARIABLES if name in os.environ]
     return f"{' '.join(are_set)}: if nothing has started these processes together, unset them"
@@ -62,7 +62,7 @@ def limit_waits(seconds: float) -> Iterator[None]:
         _WAIT_LIMIT.reset(before)
 
 
-def wait_limit() -> float | None:
+def get_wait_limit() -> float | None:
     """How many seconds this process waits for others; None: nothing has been set."""
     return _WAIT_LIMIT.get()
 
@@ -70,7 +70,7 @@ def wait_limit() -> float | None:
 def check_not_torchrun(why: str) -> None:
     """Under torchrun, raise InputError with `why` (reason and remedy): for commands that run in a single process."""
     if read_torchrun_env() is not None:
-        raise InputError(f"torchrun: {why}; {variables()}")
+        raise InputError(f"torchrun: {why}; {describe_variables()}")
 
 
 def store_address() -> tuple[str, int]:
@@ -86,17 +86,17 @@ def may_restart() -> bool:
 def is_rank_zero() -> bool:
     """Whether this is process 0, which reports."""
     try:
-        started = read_torchrun_env()
+        torchrun = read_torchrun_env()
     except InputError:  # every process then reports the error
         return True
-    return started is None or started.rank == 0
+    return torchrun is None or torchrun.rank == 0
 
 
-def _number(name: str, least: int, most: int, default: int) -> int:
+def _number(name: str, low: int, high: int, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,18}", text) or not least <= int(text) <= most:
+    if not re.fullmatch("[0-9]{1,18}", text) or not low <= int(text) <= high:
         raise InputError(
-            f"{name}={shorten(text)!r}: torchrun sets it to a whole number from {least} to {most}; start gpipe by "
+            f"{name}={shorten(text)!r}: torchrun sets it to a whole number from {low} to {high}; start gpipe by "
             f"torchrun, or unset {name}"
         )
     return int(text)

@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, NoReturn
 from gpipe_cli.config.groups import AdamConfig, HuggingFaceConfig, ImagesConfig, SGDConfig, TextConfig, TimmConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.system.forked_call import end_with_parent
-from gpipe_cli.system.interrupts import STOPS, deferred_signals
+from gpipe_cli.system.interrupts import STOP_SIGNALS, defer_signals
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
 # Every worker would import the second with its first operation on the meta device.
 _IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
-_PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
+_EXIT_TIMEOUT_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({}, {})"
-_IGNORED = (signal.SIGINT, *STOPS)  # by the server: its parent gets these signals, too, and ends it and its workers
+_IGNORED = (signal.SIGINT, *STOP_SIGNALS)  # by the server: its parent gets them, too, and ends it and its workers
 
 
 class Worker:
@@ -49,7 +49,7 @@ class Worker:
         self.status = status  # from the server: the worker's process id, then its exit code
         self._server = server
         self._received = bytearray()  # the part of a message that has arrived
-        self.number: int | None = None  # process id; None until the server has sent it
+        self.pid: int | None = None  # process id; None until the server has sent it
         self.exit_code: int | None = None  # minus the signal's number if a signal ended it
 
     def receive(self) -> Iterator[object]:
@@ -69,27 +69,27 @@ class Worker:
 
     def read_status(self) -> None:
         try:
-            number = self.status.recv()
+            value = self.status.recv()
         except (EOFError, OSError):  # the server has ended, so the kernel has killed its workers
             self.exit_code = -signal.SIGKILL
             return
-        if self.number is None:
-            self.number = number
+        if self.pid is None:
+            self.pid = value
         else:
-            self.exit_code = number
+            self.exit_code = value
 
     def is_stopped(self) -> bool:
         """Whether the worker, or the server that is to fork it, is stopped (SIGSTOP) until it gets SIGCONT."""
         try:
-            stat = Path(f"/proc/{self.number or self._server}/stat").read_text(encoding="utf-8")
+            stat = Path(f"/proc/{self.pid or self._server}/stat").read_text(encoding="utf-8")
         except OSError:  # it has ended
             return False
         return stat.rpartition(")")[2].split()[0] == "T"
 
     def kill(self) -> None:
-        if self.number is not None and self.exit_code is None:
+        if self.pid is not None and self.exit_code is None:
             with suppress(ProcessLookupError):
-                os.kill(self.number, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -115,7 +115,7 @@ class ForkServer:
             # Without preexec_fn, which would run Python in a fork of this process, whose other threads may hold locks;
             # the signals wait until the server ignores them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
-            with servers_end, deferred_signals(), ExitStack() as stack:
+            with servers_end, defer_signals(), ExitStack() as stack:
                 stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE.format(parent, self._imported), *sys.path],
@@ -136,10 +136,10 @@ class ForkServer:
             pickle.dump(self._imported, file)
             pickle.dump((os.getcwd(), sys.path, job), file)
             file.flush()
-            number, control = self.start()
+            pid, control = self.start()
             descriptors = [workers_end.fileno(), servers_end.fileno(), file.fileno(), activity]
             socket.send_fds(control, [b"."], descriptors)
-        return Worker(connection, status, number)
+        return Worker(connection, status, pid)
 
     def kill(self) -> None:
         """Kill the server, in whatever state it is, and with it all workers that it has forked."""
@@ -184,7 +184,7 @@ def _temporary() -> tuple[Path, int]:
         fork_server.kill()
         os.close(write_end)
         with suppress(subprocess.TimeoutExpired):  # a process that a user's layer has started may still run
-            remover.wait(_PATIENCE_SECONDS)
+            remover.wait(_EXIT_TIMEOUT_SECONDS)
 
     # after multiprocessing has removed its own folder, which lies in this folder: that has priority -100
     Finalize(None, remove, exitpriority=-101)

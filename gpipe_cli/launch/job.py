@@ -20,7 +20,7 @@ class Job:
 
     task: Task
     spec: "PipelineSpec"
-    process: int
+    rank: int
     rendezvous: str  # path of a file; under torchrun, the name of this start
     timeout_seconds: float  # the longest silence of a process
 
@@ -44,9 +44,9 @@ class Reason(StrEnum):
 class Failure:
     """Why a process failed: a worker's last message, or what its parent has observed."""
 
-    process: int
+    rank: int
     text: str  # a single line
     seconds: float  # time.time() of the failure
     reason: Reason = Reason.OTHER
     traceback: str = ""  # "" if `text` says enough
-    refused: "InvalidSettingError | None" = None  # names the setting that would mend it; None: no such setting is known
+    invalid_setting: "InvalidSettingError | None" = None  # names the setting that would fix it; None: not known

@@ -14,21 +14,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 
-from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Activity, Awaited
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Activity, BlockedOn
 from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Kind
-from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
+from gpipe_cli.system.interrupts import Interrupt, StopRequested, catch_interrupts
 from gpipe_cli.training.events import StepRecorded
 from gpipe_cli.units import join_ranges
 
 OnMessage = Callable[[object], None]
 
-_GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
-_LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
-_PATIENCE_SECONDS = 2.0  # how long the server has to report that workers have ended
+_FAILURE_TIMEOUT_SECONDS = 1.0  # how long the process that caused trouble has to report it
+_LAST_CHECKPOINT_TIMEOUT_SECONDS = 7.0  # the same while a failed process writes its checkpoint
+_END_TIMEOUT_SECONDS = 2.0  # how long the server has to report that workers have ended
 _BATCH_SECONDS = 0.05  # after a step was reported, messages gather for so long: a pipe has room for those of 40 steps
 _MAX_GAP_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
@@ -53,9 +53,9 @@ def run_task(
     """
     supervisor = Supervisor(spec, timeout_seconds)
     on_stop = supervisor.ask_to_stop if stoppable else None
-    with interruptible(on_stop=on_stop) as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-        started = spec.layout.started
-        heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
+    with catch_interrupts(on_stop=on_stop) as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
+        torchrun = spec.layout.torchrun
+        heartbeat = None if torchrun is None else Heartbeat(torchrun, start, timeout_seconds)
         failed = True
         gc.freeze()  # to look for garbage among all that was imported would take a core from the stages
         try:
@@ -88,10 +88,10 @@ class Supervisor:
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; if this is interrupted, `stop` ends those started so far."""
-        started = self._layout.started
-        for process in range(self._layout.processes) if started is None else (started.rank,):
-            job = Job(task, self._spec, process, rendezvous, self._timeout_seconds)
-            self._workers[process] = fork_server.fork(job, self._activity_file.fileno())
+        torchrun = self._layout.torchrun
+        for rank in range(self._layout.processes) if torchrun is None else (torchrun.rank,):
+            job = Job(task, self._spec, rank, rendezvous, self._timeout_seconds)
+            self._workers[rank] = fork_server.fork(job, self._activity_file.fileno())
             interrupt.check()
         self._running = dict(self._workers)
 
@@ -103,35 +103,35 @@ class Supervisor:
         """Pass on the workers' messages until all have done their task (returns None) or the run has failed."""
         deadline = float("inf")
         failed_at = 0.0
-        silence = SilenceTimer(self._timeout_seconds, whole=self._layout.started is None)
+        silence = SilenceTimer(self._timeout_seconds, watches_all=self._layout.torchrun is None)
         while self._running and time.monotonic() < deadline:
             interrupt.check()
             self._receive(min(1.0, max(0.0, deadline - time.monotonic())), on_message)
             self._note_ended()
-            doing = {process: self._doing(process) for process in self._running}
+            doing = {rank: self._activity_of(rank) for rank in self._running}
             if not self._failures and (silent := silence.find(doing, lambda k: self._running[k].is_stopped())):
-                self._failures.append(self._silent(*silent))
-            elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
-                self._failures.append(self._lost(*lost))
+                self._failures.append(self._silence_failure(*silent))
+            elif not self._failures and heartbeat is not None and (lost := heartbeat.find_lost()):
+                self._failures.append(self._loss_failure(*lost))
             begun = any(activity.kind != 0 for activity in doing.values())
             if self._activity[STOP] and not self._failures and doing and not begun:
-                raise Stopped  # no step has begun, at whose end a worker would stop
+                raise StopRequested  # no step has begun, at whose end a worker would stop
             if self._failures:
-                writing = any(activity.awaited == Awaited.LAST_CHECKPOINT for activity in doing.values())
+                writing = any(activity.blocked_on == BlockedOn.LAST_CHECKPOINT for activity in doing.values())
                 failed_at = failed_at or time.monotonic()
-                deadline = failed_at + (_LAST_SECONDS if writing else _GRACE_SECONDS)
-        cause = cause_of(self._failures)
+                deadline = failed_at + (_LAST_CHECKPOINT_TIMEOUT_SECONDS if writing else _FAILURE_TIMEOUT_SECONDS)
+        cause = first_cause(self._failures)
         if cause is not None and cause.reason in (Reason.ABORTED, Reason.PEER) and heartbeat is not None:
             return self._find_lost(heartbeat, interrupt) or cause
         return cause
 
     def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
         """The failure of the lost process, of another supervisor; this worker only knows that some process is lost."""
-        deadline = time.monotonic() + heartbeat.hurry()
+        deadline = time.monotonic() + heartbeat.shorten_limit()
         while time.monotonic() < deadline and not self._activity[STOP]:  # else torchrun is ending all processes
             interrupt.check()
-            if lost := heartbeat.lost():
-                return self._lost(*lost)
+            if lost := heartbeat.find_lost():
+                return self._loss_failure(*lost)
             time.sleep(0.1)
         return None
 
@@ -143,7 +143,7 @@ class Supervisor:
         if isinstance(self._last, StepRecorded) and not self._failures:
             time.sleep(_BATCH_SECONDS)
         ready = wait([*statuses, *connections], timeout)
-        for process, worker in running:
+        for rank, worker in running:
             if worker.status in ready:
                 worker.read_status()
             if worker.connection not in ready:
@@ -154,26 +154,26 @@ class Supervisor:
                     case Failure():
                         self._failures.append(message)
                     case Done():  # how the worker exits does not matter any more
-                        del self._running[process]
+                        del self._running[rank]
                     case _:
                         on_message(message)
-                        if process == 0:
+                        if rank == 0:
                             self._activity[HANDLED] += 1
 
     def _note_ended(self) -> None:
         """Record the failure of workers that ended before their task was done, once all their messages are read."""
-        for process, worker in list(self._running.items()):
+        for rank, worker in list(self._running.items()):
             if worker.exit_code is None or (not worker.connection.closed and worker.connection.poll()):
                 continue  # there may be no EOF: a data loader of the worker may hold the connection open
-            del self._running[process]
-            if not any(failure.process == process for failure in self._failures):
-                self._failures.append(self._killed(process, worker.exit_code))
+            del self._running[rank]
+            if not any(failure.rank == rank for failure in self._failures):
+                self._failures.append(self._exit_failure(rank, worker.exit_code))
 
     def stop(self) -> None:
         """Kill every worker that still runs; the kernel ends their data loaders with them."""
         self._activity_file.close()
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _END_TIMEOUT_SECONDS
         for worker in running:
             worker.kill()
         while running and (remaining := deadline - time.monotonic()) > 0:
@@ -186,53 +186,53 @@ class Supervisor:
         if running:  # not forked yet; or the server is stopped, and cannot report how they ended
             fork_server.kill()
 
-    def _doing(self, process: int) -> Activity:
-        return Activity(*self._activity[ACTIVITY_NUMBERS * process : ACTIVITY_NUMBERS * (process + 1)])
+    def _activity_of(self, rank: int) -> Activity:
+        return Activity(*self._activity[ACTIVITY_NUMBERS * rank : ACTIVITY_NUMBERS * (rank + 1)])
 
-    def _silent(self, process: int, seconds: float) -> Failure:
+    def _silence_failure(self, rank: int, seconds: float) -> Failure:
         """The failure of a process that has been silent for too long."""
         limit = f"longer than timeout_seconds={self._timeout_seconds:g}; if it is only slow, use a larger one"
-        text = f"{self._who(process)} has been silent for {seconds:.0f} s {self._where(process)}, {limit}"
-        return Failure(process, text, time.time(), Reason.LOST)
+        text = f"{self._name_of(rank)} has been silent for {seconds:.0f} s {self._describe_activity(rank)}, {limit}"
+        return Failure(rank, text, time.time(), Reason.LOST)
 
-    def _lost(self, process: int, seconds: float | None) -> Failure:
+    def _loss_failure(self, rank: int, seconds: float | None) -> Failure:
         """The failure of another supervisor's process; `seconds` of silence, None if it has reported the failure."""
         if seconds is None:
-            text = f"{self._who(process)} has failed, and says itself why"
+            text = f"{self._name_of(rank)} has failed, and says itself why"
         else:
             text = (
-                f"{self._who(process)}: nothing was heard of its supervisor for {seconds:.0f} s "
+                f"{self._name_of(rank)}: nothing was heard of its supervisor for {seconds:.0f} s "
                 f"(timeout_seconds={self._timeout_seconds:g}); its machine is lost, stopped or cut off"
             )
-        return Failure(process, text, time.time(), Reason.PEER if seconds is None else Reason.LOST)
+        return Failure(rank, text, time.time(), Reason.PEER if seconds is None else Reason.LOST)
 
-    def _killed(self, process: int, code: int) -> Failure:
+    def _exit_failure(self, rank: int, code: int) -> Failure:
         """The failure of a process that ended without reporting it."""
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, "unknown")
         how = f"was killed by signal {-code} ({name})" if code < 0 else f"ended with code {code}"
-        text = f"{self._who(process)} {how} {self._where(process)}"
+        text = f"{self._name_of(rank)} {how} {self._describe_activity(rank)}"
         reason = Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
             reason = Reason.ABORTED
             text += "; so NCCL ends a process whose GPU has failed, or whose peer is lost: NCCL_DEBUG=WARN says more"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
-        return Failure(process, text, time.time(), reason)
+        return Failure(rank, text, time.time(), reason)
 
-    def _who(self, process: int) -> str:
-        stages = self._layout.stages_of(process)
+    def _name_of(self, rank: int) -> str:
+        stages = self._layout.stages_of(rank)
         several = f"the process of stages {' and '.join(join_ranges(stages, ' to '))}"
         who = f"stage {stages[0]}" if len(stages) == 1 else several
-        return f"{who} of replica {self._layout.replica_of(process)}" if self._layout.replicas > 1 else who
+        return f"{who} of replica {self._layout.replica_of(rank)}" if self._layout.replicas > 1 else who
 
-    def _where(self, process: int) -> str:
+    def _describe_activity(self, rank: int) -> str:
         """What the process was doing: `in 1F3 (input (8, 3, 8, 8))`."""
-        doing = self._doing(process)
+        doing = self._activity_of(rank)
         spec = self._spec
-        if doing.awaited == Awaited.DATA:
+        if doing.blocked_on == BlockedOn.DATA:
             return "waiting for a mini-batch"
-        if doing.awaited == Awaited.DISK:
+        if doing.blocked_on == BlockedOn.DISK:
             return "waiting for a checkpoint to be written"
         if not doing.kind:
             return "before its first action"
@@ -242,11 +242,11 @@ class Supervisor:
         return f"in {action} (input {shapes})"
 
 
-def cause_of(failures: Sequence[Failure]) -> Failure | None:
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the earliest;
     None without failures."""
-    rank = {Reason.ABORTED: 1, Reason.PEER: 2}
-    return min(failures, key=lambda failure: (rank.get(failure.reason, 0), failure.seconds), default=None)
+    priority = {Reason.ABORTED: 1, Reason.PEER: 2}
+    return min(failures, key=lambda failure: (priority.get(failure.reason, 0), failure.seconds), default=None)
 
 
 class SilenceTimer:
@@ -256,12 +256,12 @@ class SilenceTimer:
     that waits for no other process.
     """
 
-    def __init__(self, limit_seconds: float, whole: bool) -> None:
-        """`whole`: all processes of the run are watched; otherwise some may wait for a process that is not."""
-        self._limit, self._whole = limit_seconds, whole
+    def __init__(self, limit_seconds: float, watches_all: bool) -> None:
+        """`watches_all`: all processes of the run are watched; otherwise some may wait for a process that is not."""
+        self._limit, self._watches_all = limit_seconds, watches_all
         self._seen: dict[int, Activity] = {}
         self._seconds: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._looked_at = time.monotonic()
 
     def find(self, processes: Mapping[int, Activity], stopped: Callable[[int], bool]) -> tuple[int, float] | None:
         """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: whether a
@@ -270,21 +270,23 @@ class SilenceTimer:
         For the others there is no limit before the first mini-batch is asked for (a vocabulary may be learned, a data
         set fetched), and none while they compile.
         """
-        looked = time.monotonic()
-        passed = min(looked - self._looked, _MAX_GAP_SECONDS)
-        self._looked = looked
+        looked_at = time.monotonic()
+        passed = min(looked_at - self._looked_at, _MAX_GAP_SECONDS)
+        self._looked_at = looked_at
         silent: dict[int, float] = {}
-        for process, doing in processes.items():
-            unchanged = self._seen.get(process) == doing
-            self._seen[process] = doing
-            self._seconds[process] = self._seconds.get(process, 0.0) + passed if unchanged else 0.0
-            has_begun = (doing.kind > 0 or doing.awaited == Awaited.DATA) and doing.awaited != Awaited.COMPILER
-            if self._seconds[process] > self._limit and (has_begun or stopped(process)):
-                silent[process] = self._seconds[process]
+        for rank, doing in processes.items():
+            unchanged = self._seen.get(rank) == doing
+            self._seen[rank] = doing
+            self._seconds[rank] = self._seconds.get(rank, 0.0) + passed if unchanged else 0.0
+            has_begun = (
+                doing.kind > 0 or doing.blocked_on == BlockedOn.DATA
+            ) and doing.blocked_on != BlockedOn.COMPILER
+            if self._seconds[rank] > self._limit and (has_begun or stopped(rank)):
+                silent[rank] = self._seconds[rank]
         if not silent:
             return None
-        causes = {process for process in silent if processes[process].awaited != Awaited.PROCESS or stopped(process)}
-        if not causes and not (self._whole and len(silent) == len(processes)):
+        causes = {rank for rank in silent if processes[rank].blocked_on != BlockedOn.PROCESS or stopped(rank)}
+        if not causes and not (self._watches_all and len(silent) == len(processes)):
             return None
-        process = max(causes or silent, key=silent.__getitem__)
-        return process, silent[process]
+        rank = max(causes or silent, key=silent.__getitem__)
+        return rank, silent[rank]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gpipe_cli.data.cache import cache_folder
 from gpipe_cli.data.loading import LoaderDiedError, UnreadableError
-from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Awaited, ControlGroup, Stop
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, BlockedOn, ControlGroup, Stop
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
@@ -29,14 +29,14 @@ from gpipe_cli.training.checkpoint.files import CheckpointError
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError
 
-_LOOKS_SECONDS = 0.01  # interval at which process 0 looks whether its messages were handled
+_POLL_SECONDS = 0.01  # interval at which process 0 looks whether its messages were handled
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
 def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     """The program of a worker process; it writes its `Activity` into `activity`, memory that its parent reads."""
     _set_up(job.spec)
-    base = ACTIVITY_NUMBERS * job.process
+    base = ACTIVITY_NUMBERS * job.rank
 
     def on_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
         numbers = (_KIND_NUMBERS[action.kind], action.stage, action.micro_batch, samples, *lengths)
@@ -44,25 +44,25 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         activity[base] += 1
 
     @contextlib.contextmanager
-    def waits(what: Awaited) -> Iterator[None]:
+    def block_on(what: BlockedOn) -> Iterator[None]:
         activity[base + 1] = what
         try:
             yield
         finally:
-            activity[base + 1] = Awaited.NOTHING
+            activity[base + 1] = BlockedOn.NOTHING
             activity[base] += 1
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
         layout = job.spec.layout
-        devices = [*map(torch.device, layout.devices_of(job.process))]
+        devices = [*map(torch.device, layout.devices_of(job.rank))]
         use_device(devices[0])
         control, groups = connect_processes(
-            job.process, layout.rank_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, waits,
-            here=layout.started is None,
+            job.rank, layout.rank_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, block_on,
+            is_local=layout.torchrun is None,
         )  # fmt: skip
         if groups is not None:
             ties, skips = job.spec.stages_of_ties, job.spec.skips
-            groups = groups.for_cut(job.process, layout.rank_of_stage, devices[0], ties, skips)
+            groups = groups.for_cut(job.rank, layout.rank_of_stage, devices[0], ties, skips)
         control.reason = lambda: Stop.REQUEST_FILE if activity[STOP] else Stop.NONE
         return control, groups
 
@@ -79,13 +79,13 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     def flush_messages() -> None:
         awaited = sent
         while activity[HANDLED] < awaited:
-            time.sleep(_LOOKS_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    process = WorkerProcess(job.process, connect, report, on_action, flush_messages)
+    process = WorkerProcess(job.rank, connect, report, on_action, flush_messages)
     try:
         job.task(process)
     except Exception as error:
-        failure = _failure(job.process, error)
+        failure = _failure(job.rank, error)
         for finish in process.on_failure:
             with contextlib.suppress(Exception):  # a consequence, as of a lost device: the first failure is reported
                 finish()
@@ -99,7 +99,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     connection.send(Done())
 
 
-def _failure(process: int, error: Exception) -> Failure:
+def _failure(rank: int, error: Exception) -> Failure:
     reason, text, trace = Reason.OTHER, str(error), ""
     match error:
         case PeerLostError():
@@ -122,8 +122,8 @@ def _failure(process: int, error: Exception) -> Failure:
         text += "; a GPU reports late: with CUDA_LAUNCH_BLOCKING=1 it is the layer that is named"
         if "device-side assert" not in text:  # a device-side assert comes from the model's own code
             reason = Reason.LOST
-    refused = error if isinstance(error, InvalidSettingError) else None
-    return Failure(process, text, time.time(), reason, trace, refused)
+    invalid_setting = error if isinstance(error, InvalidSettingError) else None
+    return Failure(rank, text, time.time(), reason, trace, invalid_setting)
 
 
 def _set_up(spec: PipelineSpec) -> None:

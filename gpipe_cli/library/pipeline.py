@@ -15,24 +15,24 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import COMPUTED_IN
+from gpipe_cli.assembly.build import AUTOCAST_DTYPE
 from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms
 from gpipe_cli.config.schema import parse_config
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import global_norm
 from gpipe_cli.distributed.torchrun_env import read_torchrun_env
 from gpipe_cli.errors import InputError, InvalidSettingError
-from gpipe_cli.library.parts import (
+from gpipe_cli.library.setup import (
     Arguments,
     as_sequential,
     check_not_inference,
     choose_balance,
     connect,
-    copied,
+    copy_modules,
+    disable_modes,
     move,
-    place,
-    without_modes,
-    without_values,
+    place_on_devices,
+    to_meta,
 )
 from gpipe_cli.models.skips import find_skips
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
@@ -61,7 +61,7 @@ from gpipe_cli.schedule.named_schedules import forward_only, order
 from gpipe_cli.schedule.partitioner import check_balance
 from gpipe_cli.schedule.schedule import RecomputeMode, Schedule
 from gpipe_cli.system.accelerator import wait_for_device
-from gpipe_cli.system.uncompiled import left_by_compiler
+from gpipe_cli.system.uncompiled import skip_compiler
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
 from gpipe_cli.units import count, plural
 
@@ -150,18 +150,18 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         TimeoutError if other processes do not come.
         """
         check_not_inference("Pipeline")
-        started = read_torchrun_env()
+        torchrun = read_torchrun_env()
         devices = [devices] if isinstance(devices, str) else devices
         given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
                  "balance": None if balance is None else list(balance), "seed": seed, "graphs": graphs,
                  "devices": None if devices is None else [*map(str, devices)], "precision": precision,
                  "compile": compile, "replicas": replicas,
-                 "executor": "in_process" if started is None else "distributed"}  # fmt: skip
+                 "executor": "in_process" if torchrun is None else "distributed"}  # fmt: skip
         self._arguments = parse_config(Arguments, given)
         whole = as_sequential(layers)
-        layout = place(self._arguments, started)
-        self._layout = layout.seen_by(0 if started is None else started.rank)
-        if self._layout.started is not None and example is None and balance is None:
+        layout = place_on_devices(self._arguments, torchrun)
+        self._layout = layout.for_rank(0 if torchrun is None else torchrun.rank)
+        if self._layout.torchrun is not None and example is None and balance is None:
             why = "under torchrun each process must know its layers before the first step"
             raise InvalidSettingError("example", None, f"{why}; give the inputs of a mini-batch, or balance")
         self.training = True
@@ -170,11 +170,11 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         """The mini-batches trained so far, from which dropout is seeded: a training that is continued sets it."""
         find_skips(whole)
         self._shared = find_shared(whole, "layers")
-        self._model = copied(whole, without_values)  # the whole model on the meta device
-        self._module = copied(whole, lambda tensor: tensor)  # the layers of this process
+        self._model = copy_modules(whole, to_meta)  # the whole model on the meta device
+        self._module = copy_modules(whole, lambda tensor: tensor)  # the layers of this process
         modes = whole.named_modules(remove_duplicate=False)
         self._keep_in_evaluation(name for name, module in modes if name and not module.training)
-        self._autocast_dtype = COMPUTED_IN[precision]  # the type of products, also where the program sets autocast
+        self._autocast_dtype = AUTOCAST_DTYPE[precision]  # the type of products, also where the program sets autocast
         self._traced: dict[tuple[Boundary, torch.dtype | None, frozenset[str]], TracedModel] = {}
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
@@ -183,7 +183,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         # shapes of inputs, sizes, `_autocast_dtype` and `_in_evaluation`
         self._compiled = set[tuple[Boundary, int, torch.dtype | None, frozenset[str]]]()
         self._replicas_agree = False  # set once the buffers of replicas have been compared after a step
-        inputs = None if example is None else _checked("example", example)
+        inputs = None if example is None else _check_values("example", example)
         traced = None if inputs is None else self._trace(as_boundary(inputs))
         self._control, self._groups = connect(self._layout)
         if inputs is not None or balance is not None:
@@ -193,7 +193,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             if name not in local_layers:
                 layer.to_empty(device="meta")
 
-    @left_by_compiler
+    @skip_compiler
     def step(
         self, inputs: Values | None, targets: Values | None, loss: Loss, *, reduction: Reduction = "mean"
     ) -> torch.Tensor:
@@ -221,10 +221,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         check_not_inference("step")
         if reduction not in ("mean", "sum"):
             raise InvalidSettingError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
-        if inputs is not None and any(tensor.requires_grad for tensor in _checked("inputs", inputs)):
+        if inputs is not None and any(tensor.requires_grad for tensor in _check_values("inputs", inputs)):
             raise InputError("inputs: require a gradient, which a pipeline does not compute; give inputs.detach()")
         devices = map(torch.device, self._layout.devices_of(self._control.rank))
-        with restoring_rng_state(devices), self._own_autocast():
+        with restoring_rng_state(devices), self._take_over_autocast():
             part, traced, mini_batch = self._begin(inputs)
             part.set_autocast_dtype(self._autocast_dtype)
             sizes = mini_batch.sizes
@@ -234,7 +234,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
                 self._compile(part, mini_batch)
             objective = None
             if part.has_last:
-                of_samples = _placed("targets", targets, self._layout.devices[-1])
+                of_samples = _to_device("targets", targets, self._layout.devices[-1])
                 if len(of_samples[0]) != sum(sizes):
                     why = f"there are {plural(sum(sizes), 'sample')} in inputs; give a target for each"
                     raise InvalidSettingError("targets", tuple(of_samples[0].shape), why)
@@ -247,14 +247,14 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self.steps += 1
         return self._sum_of_last(None if objective is None else objective.total())
 
-    @left_by_compiler
+    @skip_compiler
     @torch.inference_mode(mode=False)  # as later steps train what the first call builds
     def forward(self, inputs: Values | None) -> Any:
         """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
         that of the last stage, and `inputs` may be None in all but the first. `pipeline(inputs)` is the same."""
         self._require(training=False)
-        with self._own_autocast():
+        with self._take_over_autocast():
             part, traced, mini_batch = self._begin(inputs)
             part.set_autocast_dtype(self._autocast_dtype)
             objective = _Outputs() if part.has_last else None
@@ -389,7 +389,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             return f"{whole}; the first step cuts it"
         lines = [whole]
         for k, names in enumerate(self._spec.layer_names):
-            where = self._layout.devices[k] if k in self._here else f"in process {self._layout.rank_of_stage[k]}"
+            where = (
+                self._layout.devices[k] if k in self._local_stages else f"in process {self._layout.rank_of_stage[k]}"
+            )
             ends = " ... ".join(dict.fromkeys((names[0], names[-1])))
             parameters = _parameters(layers[name] for name in names)
             lines.append(f"  stage {k}  {where}  {plural(len(names), 'layer')}: {ends}  {parameters}")
@@ -401,7 +403,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         keep_in_evaluation(self._module, self._in_evaluation)
 
     @property
-    def _here(self) -> tuple[int, ...]:
+    def _local_stages(self) -> tuple[int, ...]:
         """The stages of this process."""
         return self._layout.stages_of(self._control.rank)
 
@@ -411,10 +413,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         if key not in self._traced:
             # within a process, the types between layers need not be known
             autocast_dtype = (
-                self._autocast_dtype if self._layout.distributed else COMPUTED_IN[self._arguments.precision]
+                self._autocast_dtype if self._layout.distributed else AUTOCAST_DTYPE[self._arguments.precision]
             )
             trace = partial(trace_layers, self._model, inputs, autocast_dtype=autocast_dtype, device=self._device_type)
-            with without_modes():
+            with disable_modes():
                 costs, evaluation = (trace(training=mode) for mode in (True, False))
             shared = (*self._shared, *find_read(costs, evaluation))
             self._traced[key] = TracedModel(costs, evaluation, shared)
@@ -448,8 +450,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             compile=arguments.compile,
             graphs=arguments.graphs,
         )
-        devices = {name: torch.device(layout.devices[k]) for k in self._here for name in spec.layer_names[k]}
-        self._module = _named(self._module, devices)
+        devices = {name: torch.device(layout.devices[k]) for k in self._local_stages for name in spec.layer_names[k]}
+        self._module = _select_layers(self._module, devices)
         move(self._module, devices, spec.ties)
         self._spec = spec
         return spec
@@ -457,7 +459,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def _begin(self, inputs: Values | None) -> tuple[PipelinePart, TracedModel, "_MiniBatch"]:
         """This process's part, made or fitted to the shapes of these inputs; the costs of layers for them; and the
         inputs of this pipeline on its first device."""
-        tensors = _placed("inputs", inputs, self._layout.devices[0]) if 0 in self._here else None
+        tensors = _to_device("inputs", inputs, self._layout.devices[0]) if 0 in self._local_stages else None
         of_replicas = self._shapes_and_samples(tensors)
         sizes = [micro_batch_sizes(samples, self._arguments.micro_batches) for _, samples in of_replicas]
         replica = self._layout.replica
@@ -494,7 +496,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         number = 0 if shapes is None else int.from_bytes(hashlib.sha256(repr(shapes).encode()).digest()[:6], "big")
         vectors = self._control.gather(torch.tensor([number, samples], dtype=torch.float64))()
         every = torch.stack(vectors).long().tolist()
-        of_replicas = every[:: self._layout.of_pipeline]
+        of_replicas = every[:: self._layout.processes_per_pipeline]
         if not self._shapes.keys() >= {number for number, _ in of_replicas}:
             numbered = zip(every, self._control.collect(shapes), strict=True)
             self._shapes |= {number: shapes for (number, _), shapes in numbered if shapes is not None}
@@ -505,13 +507,13 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return torch.device(self._layout.devices[0]).type
 
     @contextmanager
-    def _own_autocast(self) -> Iterator[None]:
+    def _take_over_autocast(self) -> Iterator[None]:
         """Inside, the program's autocast is off; layers and the loss compute in its type, with a cast for each layer,
         so that results do not depend on the cut (`pipeline/runtime/precision.py`)."""
         kind = self._device_type
         enabled = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if enabled else None
-        self._autocast_dtype = COMPUTED_IN[self._arguments.precision] or dtype
+        self._autocast_dtype = AUTOCAST_DTYPE[self._arguments.precision] or dtype
         with torch.autocast(kind, enabled=False) if enabled else nullcontext():
             yield
 
@@ -522,26 +524,27 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         self._compiled |= needed
 
     def _build(self, spec: PipelineCut) -> PipelinePart:
-        process = self._control.rank
+        rank = self._control.rank
         if self._groups is not None:
-            device = torch.device(self._layout.device_of(process))
+            device = torch.device(self._layout.device_of(rank))
             of_stage, ties = self._layout.rank_of_stage, spec.stages_of_ties
-            self._groups = self._groups.for_cut(process, of_stage, device, ties, spec.skips)
+            self._groups = self._groups.for_cut(rank, of_stage, device, ties, spec.skips)
         stages = {
-            k: build_stage(spec, k, _named(self._module, spec.layer_names[k]), self._arguments.seed) for k in self._here
+            k: build_stage(spec, k, _select_layers(self._module, spec.layer_names[k]), self._arguments.seed)
+            for k in self._local_stages
         }
-        return build_part(spec, stages, process, self._groups)
+        return build_part(spec, stages, rank, self._groups)
 
     def _check_single_samples(self, samples: int) -> None:
         """Raises InputError if a layer cannot be trained on a single sample, as batch norm with 1 value per channel."""
         if self._takes_single_samples:
             return
         try:
-            with without_modes():
+            with disable_modes():
                 run_shapes(self._model, next(iter(self._traced))[0])
         except InputError as error:
-            most = samples // 2
-            remedy = f"use micro_batches={most} or fewer, or larger mini-batches" if most else "use larger ones"
+            limit = samples // 2
+            remedy = f"use micro_batches={limit} or fewer, or larger mini-batches" if limit else "use larger ones"
             why = f"a mini-batch of {plural(samples, 'sample')} has a micro-batch of one, and {error}; {remedy}"
             raise InvalidSettingError("micro_batches", self._arguments.micro_batches, why) from error
         self._takes_single_samples = True
@@ -590,7 +593,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         if self._control.size > 1:
             number = [0.0, 0.0] if value is None else [value.item(), _TYPES.index(value.dtype)]
             every = self._control.gather(torch.tensor(number, dtype=torch.float64))()
-            of_last = every[self._layout.rank_of_stage[-1] :: self._layout.of_pipeline]
+            of_last = every[self._layout.rank_of_stage[-1] :: self._layout.processes_per_pipeline]
             value = sum(loss.to(_TYPES[int(dtype)]) for loss, dtype in of_last)
         assert value is not None
         return value
@@ -656,7 +659,7 @@ class _Outputs:
         self.outputs.append(outputs)
 
 
-def _checked(name: str, values: Values | None) -> Tensors:
+def _check_values(name: str, values: Values | None) -> Tensors:
     """The tensors of a mini-batch. Raises InputError unless all have the same number of samples, at least 1."""
     tensors = (values,) if isinstance(values, torch.Tensor) else tuple(() if values is None else values)
     if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) for tensor in tensors):
@@ -667,9 +670,9 @@ def _checked(name: str, values: Values | None) -> Tensors:
     return tensors
 
 
-def _placed(name: str, values: Values | None, device: str) -> Tensors:
-    """The tensors of a mini-batch on a device. Raises InputError as `_checked`."""
-    moved = (tensor.detach().to(device, non_blocking=True) for tensor in _checked(name, values))
+def _to_device(name: str, values: Values | None, device: str) -> Tensors:
+    """The tensors of a mini-batch on a device. Raises InputError as `_check_values`."""
+    moved = (tensor.detach().to(device, non_blocking=True) for tensor in _check_values(name, values))
     return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
 
 
@@ -695,7 +698,7 @@ def _check_same_in_replicas(replicas: Replicas, tensors: Mapping[str, torch.Tens
             raise InputError(f"replicas={replicas.size}: {name} has other values in another replica; {remedy}")
 
 
-def _named(layers: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
+def _select_layers(layers: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
     """The layers of these names."""
     return nn.Sequential(OrderedDict((name, layers.get_submodule(name)) for name in names))
 

@@ -20,7 +20,7 @@ from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError, NothingFitsError, format_value
 from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
+from gpipe_cli.planner.data_sheet import number_of_gpus, with_data_sheet
 from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import SHORTEST, CostsOf, fits, plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
@@ -30,7 +30,7 @@ from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
-_AS_GOOD = 1.01  # accuracy of predictions: among candidates this close the first wins, which has the smallest settings
+_TIE_FACTOR = 1.01  # accuracy of predictions: of candidates this close the first wins, with the smallest settings
 _MAX_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
 _SILENT_SECONDS = 5.0
 
@@ -43,21 +43,21 @@ def choose(
     auto: Collection[str],
     profile: ModelProfile,
     costs_of: CostsOf,
-    started: Torchrun | None = None,
+    torchrun: Torchrun | None = None,
     *,
     other_machine: bool = False,
 ) -> Plan:
     """The plan of `config` with the fastest values of the settings in `auto`, and what was compared; with a mini-batch
     in `auto`, the largest that fits.
 
-    `started`: this process, if torchrun started it; `other_machine`: the plan is for another machine, so the devices
+    `torchrun`: this process, if torchrun started it; `other_machine`: the plan is for another machine, so the devices
     of this machine do not count.
 
     Raises:
         NothingFitsError: no candidate fits the memory limit; the line has the smallest change that would fit.
         InputError: there is nothing to choose from, or no candidate can be run.
     """
-    planner = _Planner(profile, costs_of, started)
+    planner = _Planner(profile, costs_of, torchrun)
     comparisons: list[Choice] = []
     if batch_keys := [key for key in AUTO_BATCH if key in auto]:
         if others := [key for key in AUTO if key in auto]:
@@ -68,8 +68,8 @@ def choose(
     chosen = comparisons[0].chosen if comparisons else planner.candidate("", config)
     assert chosen is not None
     if chosen.over is not None:
-        raise planner.refusal(chosen, "")
-    return replace(chosen.made, choices=(*comparisons, *chosen.made.choices, *_recomputation(chosen.made)))
+        raise planner.nothing_fits_error(chosen, "")
+    return replace(chosen.made, choices=(*comparisons, *chosen.made.choices, *_recompute_choices(chosen.made)))
 
 
 @dataclass(frozen=True)
@@ -78,25 +78,25 @@ class _Planner:
 
     profile: ModelProfile
     costs_of: CostsOf
-    started: Torchrun | None  # this process, if torchrun started it
+    torchrun: Torchrun | None  # this process, if torchrun started it
 
     def candidate(self, value: str, config: TrainConfig) -> Candidate:
         """The plan of `config` as a candidate that is shown as `value`."""
         try:
-            return Candidate(value, config, plan_step(config, self.profile, self.costs_of, self.started))
+            return Candidate(value, config, plan_step(config, self.profile, self.costs_of, self.torchrun))
         except TooLargeError as error:
             reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
             return Candidate(value, config, None, reason, error)
 
     def fits(self, config: TrainConfig) -> bool:
         """Whether a cut fits the memory."""
-        return fits(config, self.profile, layout_of(config, self.started))
+        return fits(config, self.profile, layout_of(config, self.torchrun))
 
     def fastest(self, config: TrainConfig, auto: frozenset[str], other_machine: bool) -> Choice:
         """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
         keys = [key for key in AUTO if key in auto]
         tried: list[Candidate] = []
-        for variant in _candidates(config, auto, len(self.profile.costs), self.started, other_machine):
+        for variant in _candidates(config, auto, len(self.profile.costs), self.torchrun, other_machine):
             value = ", ".join(str(getattr(variant, key)) for key in keys)
             try:
                 check_single_samples(variant, mini_batch_samples(variant, self.profile.lengths), self.profile)
@@ -110,9 +110,9 @@ class _Planner:
             if not over:
                 reason = tried[0].reason if tried else f"the model has only {len(self.profile.costs)} layers"
                 raise InputError(f"{prefix}will do; {reason}")
-            raise self.refusal(min(over, key=itemgetter(0))[1], f"{prefix}fits; ")
+            raise self.nothing_fits_error(min(over, key=itemgetter(0))[1], f"{prefix}fits; ")
         shortest = min(candidate.made.step_seconds for candidate in fitting)
-        best = next(candidate for candidate in fitting if candidate.made.step_seconds <= shortest * _AS_GOOD)
+        best = next(candidate for candidate in fitting if candidate.made.step_seconds <= shortest * _TIE_FACTOR)
         return Choice(", ".join(keys), SHORTEST, tuple(tried), best)
 
     def largest_mini_batch(self, config: TrainConfig, key: str) -> Choice:
@@ -126,33 +126,35 @@ class _Planner:
             NothingFitsError: not even a single sample a micro-batch fits; the line has the smallest change that would.
             InputError: the memory of the devices is not known.
         """
-        with_limit = layout_of(replace(config, recompute="auto"), self.started)  # without a limit, the devices' memory
-        if resolved(config.hardware, with_limit.devices).memory_gib is None:
+        with_limit = layout_of(replace(config, recompute="auto"), self.torchrun)  # without a limit, the devices' memory
+        if with_data_sheet(config.hardware, with_limit.devices).memory_gib is None:
             use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
             raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
         if config.hardware.memory_gib is None:
             assert with_limit.limit_bytes is not None
             config = replace(config, hardware=replace(config.hardware, memory_gib=with_limit.limit_bytes / 2**30))
-        most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # samples of a micro-batch
+        limit = max(
+            1, _training_samples(config) // (config.micro_batches * config.replicas)
+        )  # samples of a micro-batch
         sized = partial(with_samples, config, self.profile, key)
 
         def planned(planner: _Planner, samples: int) -> Candidate:
             variant = sized(samples)
             return planner.candidate(str(getattr(variant, key)), variant)
 
-        fitting = bisect_left(range(1, most + 1), True, key=lambda samples: not self.fits(sized(samples)))
+        fitting = bisect_left(range(1, limit + 1), True, key=lambda samples: not self.fits(sized(samples)))
         chosen = planned(self, max(1, fitting))
         while chosen.over is not None and fitting > 1:  # schedule=auto may find another order by `costs_of`
             fitting -= 1
             chosen = planned(self, fitting)
         if chosen.over is not None:
-            raise self.refusal(chosen, f"{key}=auto: not even one sample a micro-batch fits; ")
-        if fitting == most:
+            raise self.nothing_fits_error(chosen, f"{key}=auto: not even one sample a micro-batch fits; ")
+        if fitting == limit:
             return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
         larger = planned(replace(self, costs_of=predicted_costs), fitting + 1)
         return Choice(key, "the largest that fits the memory", (chosen, larger), chosen)
 
-    def refusal(self, unfit: Candidate, prefix: str) -> NothingFitsError:
+    def nothing_fits_error(self, unfit: Candidate, prefix: str) -> NothingFitsError:
         """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
         model, and both rather than the memory."""
         config, error = unfit.config, unfit.over
@@ -186,7 +188,7 @@ class _Planner:
         """
 
         @cache
-        def enough(changes: tuple[_Change, ...]) -> bool:
+        def suffices(changes: tuple[_Change, ...]) -> bool:
             settings = dict(chain(*changes))
             parts = {key.partition(".")[2]: settings.pop(key) for key in list(settings) if key.startswith("partition.")}
             settings["partition"] = replace(config.partition, **parts)
@@ -195,35 +197,39 @@ class _Planner:
             except InputError:  # two settings that do not go together
                 return False
 
-        def in_full(kinds: Sequence[Sequence[_Change]]) -> tuple[_Change, ...]:
+        def full_changes(kinds: Sequence[Sequence[_Change]]) -> tuple[_Change, ...]:
             return tuple(kind[-1] for kind in kinds)
 
         kinds = _changes(config, self.profile)
-        needed = next(([kind] for kind in kinds if enough(in_full([kind]))), [])
-        if not needed and kinds and enough(in_full(kinds)):
+        needed = next(([kind] for kind in kinds if suffices(full_changes([kind]))), [])
+        if not needed and kinds and suffices(full_changes(kinds)):
             needed = kinds
             for kind in reversed(kinds):
                 fewer = [other for other in needed if other is not kind]
-                needed = fewer if enough(in_full(fewer)) else needed
-        if not needed and (smaller := _smaller_mini_batches(config, self.profile)) and enough(in_full([smaller])):
+                needed = fewer if suffices(full_changes(fewer)) else needed
+        if (
+            not needed
+            and (smaller := _smaller_mini_batches(config, self.profile))
+            and suffices(full_changes([smaller]))
+        ):
             needed = [smaller]
-        least = in_full(needed)
+        smallest = full_changes(needed)
         for at, kind in enumerate(needed):
-            milder = [(*least[:at], change, *least[at + 1 :]) for change in kind[:-1]]
-            least = (*milder, least)[bisect_left(milder, True, key=enough)]
-        return " ".join(f"{key}={format_value(value)}" for key, value in dict(chain(*least)).items())
+            milder = [(*smallest[:at], change, *smallest[at + 1 :]) for change in kind[:-1]]
+            smallest = (*milder, smallest)[bisect_left(milder, True, key=suffices)]
+        return " ".join(f"{key}={format_value(value)}" for key, value in dict(chain(*smallest)).items())
 
 
-def _recomputation(plan: Plan) -> Iterator[Choice]:
+def _recompute_choices(plan: Plan) -> Iterator[Choice]:
     """How `recompute=auto` compares with modes that the user could have given; `schedule=auto` has no such modes."""
     config = plan.config
     if config.recompute == "auto" and config.schedule != AUTO_SCHEDULE:
         counts = ", ".join(map(str, plan.recomputed))
         auto = Candidate(f"auto: {counts} of {plan.micro_batches} per stage", config, plan)
-        planner = _Planner(plan.profile, lambda *_: plan.costs, plan.layout.started)
+        planner = _Planner(plan.profile, lambda *_: plan.costs, plan.layout.torchrun)
         cut = replace(config, partition=config.partition.with_balance(plan.balance))
-        never, most = (planner.candidate(mode, replace(cut, recompute=mode)) for mode in ("never", "except_last"))
-        yield Choice("recompute", "as few as fit the memory", (never, auto, most), auto)
+        never, full = (planner.candidate(mode, replace(cut, recompute=mode)) for mode in ("never", "except_last"))
+        yield Choice("recompute", "as few as fit the memory", (never, auto, full), auto)
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
@@ -246,7 +252,7 @@ def _training_samples(config: TrainConfig) -> int:
 
 
 def _candidates(
-    config: TrainConfig, auto: frozenset[str], layers: int, started: Torchrun | None, other_machine: bool
+    config: TrainConfig, auto: frozenset[str], layers: int, torchrun: Torchrun | None, other_machine: bool
 ) -> list[TrainConfig]:
     """The configurations to try: those with enough devices, and with a sample for every micro-batch.
 
@@ -256,8 +262,8 @@ def _candidates(
     order = ORDERS.get(config.schedule, Order())
     stages_per_process = config.stages_per_process
     devices = 8 if other_machine else number_of_gpus(config) or usable_cores()  # 8 as in the paper
-    if started is not None:
-        devices = started.processes
+    if torchrun is not None:
+        devices = torchrun.world_size
     numbers = [1, 2, 4, 8] if other_machine else range(1, devices * (stages_per_process or 2) + 1)
     if "partitions" in auto:
         partitions = [k for k in numbers if k <= layers]
@@ -279,7 +285,7 @@ def _candidates(
     candidates = []
     for k, r, m in product(partitions, replicas, micro_batches):
         processes = order.devices(k, stages_per_process) * r
-        unfit = processes > devices if started is None else processes != devices
+        unfit = processes > devices if torchrun is None else processes != devices
         if not (unfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
             candidates.append(replace(config, partitions=k, replicas=r, micro_batches=m))
     return candidates
@@ -314,10 +320,12 @@ def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_C
     if config.batch_tokens is not None:
         tokens = [config.batch_tokens >> power for power in halves]
         return [(("batch_tokens", number),) for number in tokens if number >= replicas * max(profile.lengths)]
-    least = min(2, samples // (replicas * m))  # samples of a micro-batch: batch norm may need two
-    most = {samples >> power: (samples >> power) // (replicas * least) for power in halves}
+    min_samples = min(2, samples // (replicas * m))  # samples of a micro-batch: batch norm may need two
+    max_micro_batches = {samples >> power: (samples >> power) // (replicas * min_samples) for power in halves}
     return [
-        (("batch_size", number), *((("micro_batches", fit),) if fit < m else ())) for number, fit in most.items() if fit
+        (("batch_size", number), *((("micro_batches", fit),) if fit < m else ()))
+        for number, fit in max_micro_batches.items()
+        if fit
     ]
 
 

@@ -10,8 +10,8 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError, format_value
 from gpipe_cli.pipeline.profile.layer_cost import OperationCounts, OperationKind, Operations
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
-from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, resolved
-from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
+from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, with_data_sheet
+from gpipe_cli.planner.device_rates import CostSource, DeviceRates, rates_of_data_sheet
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import mean_micro_batch
@@ -31,7 +31,7 @@ class LayerSeconds:
 
 
 @dataclass(frozen=True)
-class LayerTimes:
+class MeasuredCosts:
     """The measured seconds of the layers (`benchmark/layer_benchmark.py`), for micro-batches of two sizes; between and
     beyond these the seconds of a layer are linear in the size."""
 
@@ -40,14 +40,14 @@ class LayerTimes:
     seconds: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
     updates: Sequence[float]  # seconds per step of the update of each layer's weights
     set_up: float  # seconds of work that is done once per step
-    slowdown: float  # how much longer layers take while `together` processes compute
-    together: int
+    slowdown: float  # how much longer layers take while `concurrent_processes` processes compute
+    concurrent_processes: int
     all_threads: tuple[int, float]  # (n, f): with n threads, all of the machine's, a process is f times as fast
     link_seconds: float
     link_byte_seconds: float
     scatter: tuple[float, float] = (1.0, 1.0)  # quartiles of the seconds by the clock, as parts of these seconds
     source: str = ""
-    basis: Basis = "timed_layers"
+    cost_source: CostSource = "timed_layers"
 
     def faster(self, threads: int) -> float:
         """How many times as fast a process is with `threads` threads as with the threads that were timed."""
@@ -61,9 +61,9 @@ class LayerTimes:
         )
 
     def _seconds(self, small: float, large: float, samples: float) -> float:
-        least, most = self.samples
-        line = small + (large - small) * (samples - least) / (most - least)
-        return max(line, small * min(1.0, samples / least) if samples < least else 0.0)
+        smaller, larger = self.samples
+        line = small + (large - small) * (samples - smaller) / (larger - smaller)
+        return max(line, small * min(1.0, samples / smaller) if samples < smaller else 0.0)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepCosts:
     """Seconds of every layer and of every transfer between layers, for a micro-batch unless noted."""
 
     source: str  # a phrase: `hardware=cpu figures`
-    basis: Basis
+    cost_source: CostSource
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # seconds per step of the update of each layer's weights
     edges: tuple[EdgeCost, ...]  # transfers at each of the L - 1 places where the model may be cut
@@ -81,7 +81,7 @@ class StepCosts:
     skips: tuple[SkipSends, ...] = ()  # seconds per micro-batch to send each skip
     ties: tuple[TieCost, ...] = ()  # per trained tied weight; `stages` are numbers of layers until the cut is known
     weighted_by: str = ""  # the setting that gives the relative costs of layers, if any: `partition.costs`
-    known: DeviceRates | LayerTimes | None = None  # the figures that the costs follow from; None for the data sheet
+    rates: DeviceRates | MeasuredCosts | None = None  # the figures that the costs follow from; None for the data sheet
     together: tuple[float, int] = (1.0, 1)  # (f, n): everything is slower by the factor f while n processes compute
 
 
@@ -89,47 +89,47 @@ def predicted_costs(
     config: TrainConfig,
     profile: ModelProfile,
     layout: Layout,
-    figures: DeviceRates | LayerTimes | None = None,
+    rates: DeviceRates | MeasuredCosts | None = None,
     *,
     samples: float | None = None,
-    linked: bool = False,
+    assume_links: bool = False,
 ) -> StepCosts:
-    """The costs of a micro-batch of `samples` (default: their mean number) by the `figures` of the device (default:
-    its data sheet's), divided among layers by the user's costs, if given. `linked`: as if stages were on several
+    """The costs of a micro-batch of `samples` (default: their mean number) by the `rates` of the device (default:
+    its data sheet's), divided among layers by the user's costs, if given. `assume_links`: as if stages were on several
     devices.
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """
-    if figures is None:
+    if rates is None:
         launched = computes_on_gpu(config) and not replays_graphs(config)
-        sheet = resolved(config.hardware, layout.devices)
-        figures = rates_of_sheet(sheet, layout.threads, config.precision, launched=launched)
+        data_sheet = with_data_sheet(config.hardware, layout.devices)
+        rates = rates_of_data_sheet(data_sheet, layout.threads, config.precision, launched=launched)
     if samples is None:
         samples = mean_micro_batch(config, profile.lengths)
-    linked = linked or len(set(layout.device_of_stage)) > 1
-    latency, per_byte = (figures.link_seconds, figures.link_byte_seconds) if linked else (0.0, 0.0)
+    assume_links = assume_links or len(set(layout.device_of_stage)) > 1
+    latency, per_byte = (rates.link_seconds, rates.link_byte_seconds) if assume_links else (0.0, 0.0)
     slowdown, together = 1.0, 1
-    if isinstance(figures, LayerTimes):
-        faster = figures.faster(layout.threads)
-        layers = figures.of_layers(samples, faster)
-        updates = tuple(seconds / faster for seconds in figures.updates)
-        set_up = figures.set_up / faster
-        slowdown, together = figures.slowdown, figures.together
+    if isinstance(rates, MeasuredCosts):
+        faster = rates.faster(layout.threads)
+        layers = rates.of_layers(samples, faster)
+        updates = tuple(seconds / faster for seconds in rates.updates)
+        set_up = rates.set_up / faster
+        slowdown, together = rates.slowdown, rates.concurrent_processes
     else:
-        layers, updates = _by_rates(profile, figures, samples)
+        layers, updates = _by_rates(profile, rates, samples)
         set_up = 0.0
     costs = StepCosts(
-        figures.source,
-        figures.basis,
+        rates.source,
+        rates.cost_source,
         layers,
         updates,
         _edge_costs(profile, samples, latency, per_byte),
-        slowdowns(layout.at_once, len(layers), slowdown, together, config.replicas),
+        slowdowns(layout.concurrent_devices, len(layers), slowdown, together, config.replicas),
         set_up,
-        _sums_over_replicas(profile, config.replicas, figures.link_byte_seconds),
+        _sums_over_replicas(profile, config.replicas, rates.link_byte_seconds),
         _skip_costs(profile, samples, latency, per_byte),
         _tie_costs(profile, latency, per_byte),
-        known=figures,
+        rates=rates,
         together=(slowdown, together),
     )
     user_costs = config.partition.costs
@@ -139,8 +139,12 @@ def predicted_costs(
             "give one for each, or null for our own"
         )
     if user_costs is not None:
-        return _weighted(costs, user_costs, "partition.costs")
-    return costs if profile.own_costs is None else _weighted(costs, profile.own_costs, "gpipe_cost of the layers")
+        return _divide_costs(costs, user_costs, "partition.costs")
+    return (
+        costs
+        if profile.custom_costs is None
+        else _divide_costs(costs, profile.custom_costs, "gpipe_cost of the layers")
+    )
 
 
 def _by_rates(
@@ -181,7 +185,7 @@ def _tie_costs(profile: ModelProfile, latency: float, per_byte: float) -> tuple[
     )
 
 
-def _weighted(costs: StepCosts, shares: Sequence[float], setting: str) -> StepCosts:
+def _divide_costs(costs: StepCosts, shares: Sequence[float], setting: str) -> StepCosts:
     """A cost model with the same total seconds, divided among layers in proportion to `shares`."""
     totals = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
     layers = tuple(LayerSeconds(*(seconds * share / sum(shares) for seconds in totals)) for share in shares)
@@ -189,16 +193,16 @@ def _weighted(costs: StepCosts, shares: Sequence[float], setting: str) -> StepCo
 
 
 def slowdowns(
-    at_once: int, stages: int, slowdown: float = 1.0, together: int = 1, replicas: int = 1
+    concurrent_devices: int, stages: int, slowdown: float = 1.0, concurrent_processes: int = 1, replicas: int = 1
 ) -> tuple[float, ...]:
     """How much slower a device is while 1, 2, ... devices of each of the `replicas` compute; (): no slowdown.
-    Only `at_once` of all devices can compute at the same time, and `together` of them slow each other down by
-    `slowdown`, as they share memory; fewer do so in proportion."""
-    if at_once >= stages * replicas and slowdown == 1.0:
+    Only `concurrent_devices` of all devices can compute at the same time, and `concurrent_processes` of them slow each
+    other down by `slowdown`, as they share memory; fewer do so in proportion."""
+    if concurrent_devices >= stages * replicas and slowdown == 1.0:
         return ()
-    others = max(1, together - 1)
+    others = max(1, concurrent_processes - 1)
     return tuple(
-        (1 + (slowdown - 1) * min(n - 1, others) / others) * max(1.0, n / at_once)
+        (1 + (slowdown - 1) * min(n - 1, others) / others) * max(1.0, n / concurrent_devices)
         for n in range(replicas, stages * replicas + 1, replicas)
     )
 
@@ -206,7 +210,9 @@ def slowdowns(
 def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
     """The cost of sending over a cut after each layer: activations to the next stage, gradients back."""
     return tuple(
-        EdgeCost(*_sent((tensor for tensor in cost.outputs if not tensor.skip), profile, samples, latency, per_byte))
+        EdgeCost(
+            *_send_seconds((tensor for tensor in cost.outputs if not tensor.skip), profile, samples, latency, per_byte)
+        )
         for cost in profile.costs[:-1]
     )
 
@@ -216,11 +222,11 @@ def _skip_costs(profile: ModelProfile, samples: float, latency: float, per_byte:
     sends = []
     for skip in profile.skips:
         tensors = [tensor for tensor in profile.costs[skip.stash].outputs if tensor.skip == skip.name]
-        sends.append(SkipSends(skip.stash, skip.pop, *_sent(tensors, profile, samples, latency, per_byte)))
+        sends.append(SkipSends(skip.stash, skip.pop, *_send_seconds(tensors, profile, samples, latency, per_byte)))
     return tuple(sends)
 
 
-def _sent(
+def _send_seconds(
     tensors: Iterable[BoundaryTensor], profile: ModelProfile, samples: float, latency: float, per_byte: float
 ) -> tuple[float, float]:
     """The seconds of sending tensors on, and their gradients back, for a micro-batch of `samples`."""

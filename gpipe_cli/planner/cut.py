@@ -12,7 +12,7 @@ from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.shared_layers import Shared, check_cut, keeping_together
+from gpipe_cli.planner.shared_layers import Shared, check_cut, ends_with_shared_layers_together
 from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.planner.step_schedule import mini_batch_samples, schedule_of_file
 from gpipe_cli.schedule.lingvo_partitioner import cut_by_share, cut_stack
@@ -76,14 +76,14 @@ def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layou
     else:  # auto: 1f1b until there are costs
         name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
         schedule = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
-    work = work_of(costs, again=is_recomputing_mode(config.recompute))
+    work = work_of(costs, with_recompute=is_recomputing_mode(config.recompute))
     sends = sends_of(costs)
     balance = config.partition.balance
     if balance is None and config.partition.method == "lingvo":
         balance = _lingvo_cut(config, profile)
     elif balance is None:
         limits = [memory.furthest(schedule, limit) for limit in dict.fromkeys((layout.limit_bytes, None))]
-        balance = balanced(work, config.partitions, profile.shared, limits, **sends)
+        balance = balance_layers(work, config.partitions, profile.shared, limits, **sends)
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     return Cut(
@@ -91,7 +91,7 @@ def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layou
     )
 
 
-def balanced(
+def balance_layers(
     work: Sequence[float],
     partitions: int,
     shared: Sequence[Shared],
@@ -102,15 +102,15 @@ def balanced(
     stay together. `limits`: the first `furthest` of :func:`partition` that allows a cut counts; `sends` are its
     arguments of that name. If none allows one, shared layers are split, which `check_cut` refuses."""
     for furthest in limits:
-        furthest = keeping_together(shared, len(work), partitions, furthest)
+        furthest = ends_with_shared_layers_together(shared, len(work), partitions, furthest)
         with suppress(NoCutFitsError):
             return partition(work, partitions, **sends, furthest=furthest)
     return partition(work, partitions, **sends)
 
 
-def work_of(costs: StepCosts, *, again: bool) -> list[float]:
-    """The seconds of each layer for a micro-batch; `again`: with recomputation."""
-    return [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
+def work_of(costs: StepCosts, *, with_recompute: bool) -> list[float]:
+    """The seconds of each layer for a micro-batch; `with_recompute`: with recomputation."""
+    return [layer.graph + layer.backward + (layer.forward if with_recompute else 0.0) for layer in costs.layers]
 
 
 def sends_of(costs: StepCosts) -> dict[str, Any]:
@@ -130,5 +130,5 @@ def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
     blocks = [isinstance(layer, SelfAttentionLayer) for layer in profile.model]
     if any(blocks):
         return cut_stack(blocks, config.partitions)
-    given = config.partition.costs or profile.own_costs
+    given = config.partition.costs or profile.custom_costs
     return cut_by_share(given or [cost.forward.flops for cost in profile.costs], config.partitions)

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.errors import InvalidSettingError
-from gpipe_cli.system.accelerator import torch_is_built_for
+from gpipe_cli.system.accelerator import torch_supports_accelerator
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 
 # Words in a GPU's name as the driver gives it, its least memory in GB, and its file in conf/hardware. Several products
@@ -30,7 +30,7 @@ _SHEETS = (
 _LIBRARIES_GIB = 1.0
 
 
-def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig:
+def with_data_sheet(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig:
     """`hardware` with `auto` replaced by the data sheet of `devices`, if they have any; values given by the user stay.
 
     `devices` are `cpu` or CUDA devices. Of different GPUs, the sheet of the slowest and the smallest memory count, as a
@@ -39,7 +39,7 @@ def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig
     if not hardware.is_this_machine:
         return hardware
     gpus = [gpu for device in dict.fromkeys(devices) if (gpu := gpu_of(device)) is not None]
-    names = [sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
+    names = [data_sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
     sheets = [load_hardware(name) if name else hardware for name in names]
     slowest = min(sheets, key=lambda sheet: sheet.tflops or 0.0)
     given = {
@@ -52,15 +52,15 @@ def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig
 
 def sheet_of_devices(devices: Sequence[str]) -> HardwareConfig:
     """The data sheet of `devices` that are here, whatever hardware a plan is for."""
-    return resolved(load_hardware("auto"), devices)
+    return with_data_sheet(load_hardware("auto"), devices)
 
 
-def sheet_of(gpu: Gpu) -> str | None:
+def data_sheet_of(gpu: Gpu) -> str | None:
     """The file in conf/hardware of a GPU; None if there is none."""
     name = set(gpu.name.upper().replace("-", " ").split())
-    for words, least, file in _SHEETS:
+    for words, min_memory_gb, file in _SHEETS:
         product_words = set(words.split())
-        if name >= product_words and not (name & _OTHERS) - product_words and gpu.memory_bytes >= least * 1e9:
+        if name >= product_words and not (name & _OTHERS) - product_words and gpu.memory_bytes >= min_memory_gb * 1e9:
             return file
     return None
 
@@ -74,9 +74,9 @@ def gpu_of(device: str) -> Gpu | None:
 
 def number_of_gpus(config: TrainConfig) -> int:
     """The number of GPUs that a run may use. Raises InvalidSettingError for device=cuda if there is none."""
-    gpus = len(usable_gpus()) if config.device != "cpu" and torch_is_built_for() else 0
+    gpus = len(usable_gpus()) if config.device != "cpu" and torch_supports_accelerator() else 0
     if config.device == "cuda" and gpus == 0:
-        why = "there is no CUDA device here" if torch_is_built_for() else "this torch is built without CUDA"
+        why = "there is no CUDA device here" if torch_supports_accelerator() else "this torch is built without CUDA"
         raise InvalidSettingError("device", config.device, f"{why}; use device=cpu or device=auto")
     return gpus
 

@@ -20,11 +20,11 @@ _CONVOLUTIONS_REACH = 0.46
 
 # Seconds of a GPU's host per operation that it launches, the Python of layers included: those of AmoebaNet-D (18, 256)
 # and of the default job beside an H100 (recipes/gpus.md).
-_LAUNCHING = 37e-6
+_LAUNCH_SECONDS = 37e-6
 
 # Where seconds come from: the device's data sheet; another device's, if it has none (then only the ratios of layers are
 # meaningful); or the layers of the model, timed on this machine.
-Basis = Literal["data_sheet", "other_device", "timed_layers"]
+CostSource = Literal["data_sheet", "other_device", "timed_layers"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DeviceRates:
     """Seconds per operation, FLOP and byte of a device, and of its link to the next device."""
 
     source: str  # a phrase: `hardware=cpu figures`
-    basis: Basis
+    cost_source: CostSource
     operation: float  # from one operation to the next, however small
     flop: Mapping[OperationKind, float]
     byte: float
@@ -53,19 +53,19 @@ class DeviceRates:
         return max(launching, beginning + working)
 
 
-def rates_of_sheet(
+def rates_of_data_sheet(
     hardware: HardwareConfig, threads: int, precision: Precision = "float32", *, launched: bool = False
 ) -> DeviceRates:
     """The rates by a data sheet (a CPU's is per thread), or by an H200's if `hardware` has none. At a precision other
     than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with
     few channels no more than in float32. `launched`: a host launches each operation by itself, not in graphs."""
-    basis: Basis = "data_sheet"
+    cost_source: CostSource = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
-        hardware, basis = load_hardware("h200"), "other_device"
+        hardware, cost_source = load_hardware("h200"), "other_device"
     assert hardware.tflops is not None
     assert hardware.memory_gb_per_second is not None
     speed = threads if hardware.name == "cpu" else 1
-    products = reached_tflops(hardware, precision)
+    products = achieved_tflops(hardware, precision)
     key, peak = load_hardware(hardware.name).peak(precision)
     convolutions = products
     if peak is not None and key != "peak_tflops":  # the peak of tensor cores
@@ -75,26 +75,26 @@ def rates_of_sheet(
     few_channels = dict.fromkeys((OperationKind.DEPTHWISE, OperationKind.NARROW), 1 / (hardware.tflops * 1e12 * speed))
     return DeviceRates(
         f"hardware={hardware.name} figures",
-        basis,
+        cost_source,
         operation=(hardware.operation_microseconds or 0.0) * 1e-6,
         flop=flop | few_channels,
         byte=1 / (hardware.memory_gb_per_second * 1e9 * speed),
         overlap=hardware.name != "cpu",  # the figures of CPUs were fitted without overlap
-        launch=_LAUNCHING if launched else 0.0,
+        launch=_LAUNCH_SECONDS if launched else 0.0,
         link_seconds=(hardware.link_microseconds or 0.0) * 1e-6,
         link_byte_seconds=0.0 if hardware.link_gb_per_second is None else 1 / (hardware.link_gb_per_second * 1e9),
     )
 
 
-def reached_tflops(hardware: HardwareConfig, precision: Precision) -> float:
+def achieved_tflops(hardware: HardwareConfig, precision: Precision) -> float:
     """The TFLOP/s that products of large matrices reach; the float32 figure must be known."""
-    sheet = load_hardware(hardware.name)  # peaks that the user gives affect the MFU alone
-    (_, peak), (_, in_float32) = sheet.peak(precision), sheet.peak("float32")
+    data_sheet = load_hardware(hardware.name)  # peaks that the user gives affect the MFU alone
+    (_, peak), (_, in_float32) = data_sheet.peak(precision), data_sheet.peak("float32")
     assert hardware.tflops is not None
     return hardware.tflops if peak is None or in_float32 is None else hardware.tflops * peak / in_float32
 
 
-def computes_in(name: str, precision: Precision) -> str:
+def effective_precision(name: str, precision: Precision) -> str:
     """The precision in which the device of data sheet `name` computes products and convolutions if `precision` is
     requested: `precision` itself; `float32`; or `emulated`, which is `precision` at float32's speed or less. A device
     called `auto` is a GPU without a data sheet, which is assumed to support any precision.

@@ -15,11 +15,11 @@ from gpipe_cli.config.pipeline_settings import PipelineSettings
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError, InvalidSettingError
-from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
+from gpipe_cli.planner.data_sheet import number_of_gpus, with_data_sheet
 from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.schedule.placement import PlacementName, place
-from gpipe_cli.system.accelerator import TYPE
+from gpipe_cli.system.accelerator import DEVICE_TYPE
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
@@ -66,9 +66,9 @@ class Layout:
     rank_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
     threads: int  # threads of each process; by default its share of the cores
-    at_once: int  # how many devices of all pipelines can compute at once, as CPU processes share cores
-    here: bool  # whether the plan is for this machine; a machine that `hardware` names has as many devices as needed
-    started: Torchrun | None  # this process, if torchrun started it
+    concurrent_devices: int  # how many devices of all pipelines can compute at once, as CPU processes share cores
+    is_local: bool  # whether the plan is for this machine; others have as many devices as needed
+    torchrun: Torchrun | None  # this process, if torchrun started it
     memory: Memory | None = None  # the memory limit of the stages; None if there is none
     replica: int = 0  # index of the pipeline whose view this is
 
@@ -85,7 +85,7 @@ class Layout:
     def device_of_stage(self) -> tuple[int, ...]:
         """The number of each stage's device, from 0 on: stages with the same number take turns. Each process on a CPU
         is a device of its own."""
-        if not self.here:
+        if not self.is_local:
             return self.row_of_stage
         places = list(zip(self.rank_of_stage, self.devices, strict=True))
         numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
@@ -102,43 +102,43 @@ class Layout:
         return len(self.replica_devices)
 
     @cached_property
-    def of_pipeline(self) -> int:
+    def processes_per_pipeline(self) -> int:
         """P, the number of processes of each pipeline."""
         return 1 + max(self.rank_of_stage)
 
     @property
     def processes(self) -> int:
         """The number of processes of all pipelines."""
-        return self.of_pipeline * self.replicas
+        return self.processes_per_pipeline * self.replicas
 
     @property
-    def processes_here(self) -> int:
+    def local_processes(self) -> int:
         """The number of processes on this machine; torchrun may have started others elsewhere."""
-        return self.processes if self.started is None else self.started.here
+        return self.processes if self.torchrun is None else self.torchrun.local_world_size
 
     @property
-    def first_stages_here(self) -> int:
+    def local_first_stages(self) -> int:
         """The number of pipelines whose first stage, which reads the data, is on this machine."""
-        if self.started is None:
+        if self.torchrun is None:
             return self.replicas
-        first_rank = self.started.rank - self.started.local_rank
-        ranks = (self.of_pipeline * replica + self.rank_of_stage[0] for replica in range(self.replicas))
-        return sum(first_rank <= rank < first_rank + self.started.here for rank in ranks)
+        first_rank = self.torchrun.rank - self.torchrun.local_rank
+        ranks = (self.processes_per_pipeline * replica + self.rank_of_stage[0] for replica in range(self.replicas))
+        return sum(first_rank <= rank < first_rank + self.torchrun.local_world_size for rank in ranks)
 
     @property
     def distributed(self) -> bool:
         """Whether a pipeline has several processes."""
-        return self.of_pipeline > 1
+        return self.processes_per_pipeline > 1
 
     @property
     def shares_cores(self) -> bool:
         """Whether the devices are processes on the cores of this machine."""
-        return self.here and self.on_cpu and self.started is None
+        return self.is_local and self.on_cpu and self.torchrun is None
 
     @property
     def short_of_cores(self) -> bool:
         """Whether the processes that compute here have more threads than there are cores."""
-        return set(self.devices) == {"cpu"} and self.processes_here * self.threads > usable_cores()
+        return set(self.devices) == {"cpu"} and self.local_processes * self.threads > usable_cores()
 
     @property
     def one_device(self) -> bool:
@@ -147,70 +147,74 @@ class Layout:
         in_turns = not self.distributed and len(self.devices) > 1 and len(set(self.devices)) == 1
         return in_turns or self.short_of_cores
 
-    def device_of(self, process: int) -> str:
+    def device_of(self, rank: int) -> str:
         """The device of a process, given by its rank in the run."""
-        return self.replica_devices[self.replica_of(process)][self.stages_of(process)[0]]
+        return self.replica_devices[self.replica_of(rank)][self.stages_of(rank)[0]]
 
-    def devices_of(self, process: int) -> tuple[str, ...]:
+    def devices_of(self, rank: int) -> tuple[str, ...]:
         """The devices of a process, given by its rank in the run, each once."""
-        devices = self.replica_devices[self.replica_of(process)]
-        return tuple(dict.fromkeys(devices[stage] for stage in self.stages_of(process)))
+        devices = self.replica_devices[self.replica_of(rank)]
+        return tuple(dict.fromkeys(devices[stage] for stage in self.stages_of(rank)))
 
-    def seen_by(self, process: int) -> "Layout":
+    def for_rank(self, rank: int) -> "Layout":
         """This layout, for the pipeline of a process given by its rank in the run."""
-        return replace(self, replica=self.replica_of(process))
+        return replace(self, replica=self.replica_of(rank))
 
-    def replica_of(self, process: int) -> int:
+    def replica_of(self, rank: int) -> int:
         """The pipeline that a process belongs to, given by its rank in the run."""
-        return process // self.of_pipeline
+        return rank // self.processes_per_pipeline
 
-    def stages_of(self, process: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a process, given by its rank in the run or its number in the pipeline."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == process % self.of_pipeline)
+        return tuple(
+            stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank % self.processes_per_pipeline
+        )
 
 
-def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
-    """The layout of a configuration; `started`: this process, if torchrun started it.
+def layout_of(config: TrainConfig, torchrun: Torchrun | None = None) -> Layout:
+    """The layout of a configuration; `torchrun`: this process, if torchrun started it.
 
     Raises InputError as `place_stages`, and for a `recompute=auto` without a known device memory.
     """
-    layout = place_stages(config, number_of_gpus(config), config.threads, started, here=config.hardware.is_this_machine)
+    layout = place_stages(
+        config, number_of_gpus(config), config.threads, torchrun, is_local=config.hardware.is_this_machine
+    )
     return replace(layout, memory=_memory(config, layout))
 
 
 def place_stages(
-    settings: PipelineSettings, gpus: int, threads: int | None, started: Torchrun | None, *, here: bool = True
+    settings: PipelineSettings, gpus: int, threads: int | None, torchrun: Torchrun | None, *, is_local: bool = True
 ) -> Layout:
     """The layout, without memory limits, of a run that may use so many GPUs of this machine, in processes of `threads`
-    threads (None: their share of the cores); `here`: the plan is for this machine.
+    threads (None: their share of the cores); `is_local`: the plan is for this machine.
 
     Raises InputError for missing devices, and for a number of processes that does not fit the settings.
     """
     partitions, replicas = settings.partitions, settings.replicas
     rows = _rows(settings, None)
     _check_stages_per_process(settings)
-    if started is None:
-        processes = _own_processes(settings, 1 + max(rows), gpus)
+    if torchrun is None:
+        processes = _processes_without_torchrun(settings, 1 + max(rows), gpus)
     else:
-        processes = _torchruns_processes(settings, 1 + max(rows), started)
+        processes = _processes_under_torchrun(settings, 1 + max(rows), torchrun)
     rank_of_stage = (0,) * partitions
     if processes > 1:
         rank_of_stage = rows = rows if processes == 1 + max(rows) else _rows(settings, processes)
     if gpus == 0:
         devices = (("cpu",) * partitions,) * replicas
-    elif processes == 1 and started is None and gpus >= replicas:
+    elif processes == 1 and torchrun is None and gpus >= replicas:
         rows, devices = _gpus_of_one_process(settings, rows, gpus // replicas)
     else:
-        devices = _gpu_of_each_process(settings, rank_of_stage, gpus, started)
-    threads = threads or own_threads(processes * replicas)
-    layout = Layout(devices, rank_of_stage, rows, threads, 0, here, started)
-    at_once = (1 + max(layout.device_of_stage)) * replicas
+        devices = _gpu_of_each_process(settings, rank_of_stage, gpus, torchrun)
+    threads = threads or default_threads(processes * replicas)
+    layout = Layout(devices, rank_of_stage, rows, threads, 0, is_local, torchrun)
+    concurrent_devices = (1 + max(layout.device_of_stage)) * replicas
     if layout.shares_cores and layout.processes > 1:
-        at_once = min(at_once, max(1, usable_cores() // threads))
-    return replace(layout, at_once=at_once)
+        concurrent_devices = min(concurrent_devices, max(1, usable_cores() // threads))
+    return replace(layout, concurrent_devices=concurrent_devices)
 
 
-def own_threads(processes: int) -> int:
+def default_threads(processes: int) -> int:
     """The threads of each process if `processes` share the cores of this machine."""
     return max(1, usable_cores() // processes)
 
@@ -219,36 +223,36 @@ def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
     """The memory that the settings give or, for recompute=auto, the memory of the device."""
     memory_gib = config.hardware.memory_gib
     stages = 1
-    library_bytes = 0
-    if memory_gib is not None and not layout.here:  # for other machines the setting is per device, not per stage
+    context_bytes = 0
+    if memory_gib is not None and not layout.is_local:  # for other machines the setting is per device, not per stage
         stages = max(map(layout.row_of_stage.count, layout.row_of_stage))
     if memory_gib is None and config.recompute == "auto":
-        memory_gib = resolved(config.hardware, layout.devices).memory_gib
+        memory_gib = with_data_sheet(config.hardware, layout.devices).memory_gib
         if memory_gib is None and layout.on_cpu:
             memory_gib = usable_memory_bytes() / 2**30
         if memory_gib is None:
             raise InputError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
-        if layout.here:
+        if layout.is_local:
             stages = _stages_of_a_device(layout)
-            library_bytes = nccl_bytes(layout)
-    return None if memory_gib is None else Memory(int(memory_gib * 2**30) - library_bytes, stages)
+            context_bytes = nccl_bytes(layout)
+    return None if memory_gib is None else Memory(int(memory_gib * 2**30) - context_bytes, stages)
 
 
 def nccl_bytes(layout: Layout) -> int:
     """The bytes that NCCL's buffers take of a GPU of this machine, in the process with the most neighbours."""
     if layout.on_cpu:
         return 0
-    ends = [process for pair in pairwise(layout.rank_of_stage) if len(set(pair)) == 2 for process in pair]
+    ends = [rank for pair in pairwise(layout.rank_of_stage) if len(set(pair)) == 2 for rank in pair]
     return max(map(ends.count, ends), default=0) * _BOUNDARY_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
 
 
 def _stages_of_a_device(layout: Layout) -> int:
     """How many stages share the memory of a GPU, or of this machine."""
-    if layout.started is None:
+    if layout.torchrun is None:
         stage_devices = [device for devices in layout.replica_devices for device in devices]
         return max(map(stage_devices.count, stage_devices))
     per_process = max(map(layout.rank_of_stage.count, layout.rank_of_stage))
-    return per_process * (layout.started.here if layout.on_cpu else 1)
+    return per_process * (layout.torchrun.local_world_size if layout.on_cpu else 1)
 
 
 def _rows(settings: PipelineSettings, places: int | None) -> tuple[int, ...]:
@@ -315,7 +319,7 @@ def _check_stages_per_process(settings: PipelineSettings) -> None:
         raise InvalidSettingError("stages_per_process", per_process, why)
 
 
-def _own_processes(settings: PipelineSettings, rows: int, gpus: int) -> int:
+def _processes_without_torchrun(settings: PipelineSettings, rows: int, gpus: int) -> int:
     """The number of processes that the command starts for each pipeline."""
     if settings.partitions == 1 or settings.executor == "in_process":
         return 1
@@ -324,22 +328,22 @@ def _own_processes(settings: PipelineSettings, rows: int, gpus: int) -> int:
     return min(rows, max(1, gpus // settings.replicas)) if gpus else rows
 
 
-def _torchruns_processes(settings: PipelineSettings, rows: int, started: Torchrun) -> int:
+def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: Torchrun) -> int:
     """The number of processes that each pipeline gets of those that torchrun started. Raises InputError if they do not
     fit the settings."""
     partitions, replicas, per_process = settings.partitions, settings.replicas, settings.stages_per_process
-    cause = f"torchrun started {started.processes} processes"
-    if started.processes % replicas:
+    cause = f"torchrun started {torchrun.world_size} processes"
+    if torchrun.world_size % replicas:
         raise InvalidSettingError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
-    if settings.executor == "in_process" and started.processes > replicas:
+    if settings.executor == "in_process" and torchrun.world_size > replicas:
         raise InputError(f"executor=in_process: {cause}; start one for each replica, or leave executor out")
-    if started.processes > partitions * replicas:
+    if torchrun.world_size > partitions * replicas:
         raise InputError(
             f"partitions={partitions}: {cause}, and each needs a stage; use "
-            f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}; "
+            f"partitions={-(-torchrun.world_size // replicas)} or more, or --nproc-per-node={partitions * replicas}; "
             "where another program has left RANK and WORLD_SIZE, unset them"
         )
-    processes = started.processes // replicas
+    processes = torchrun.world_size // replicas
     if per_process is not None and processes != rows:
         raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
     if (setting := _fixes_rows(settings)) and 1 < processes != rows:
@@ -359,31 +363,33 @@ def _gpus_of_one_process(
         rows = _rows(settings, min(gpu_count, 1 + max(rows)))
     used_gpus = min(gpu_count, 1 + max(rows))
     gpus = [row * used_gpus // (1 + max(rows)) for row in rows]
-    return tuple(rows), tuple(tuple(f"{TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(settings.replicas))
+    return tuple(rows), tuple(
+        tuple(f"{DEVICE_TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(settings.replicas)
+    )
 
 
 def _gpu_of_each_process(
-    settings: PipelineSettings, rank_of_stage: Sequence[int], gpus: int, started: Torchrun | None
+    settings: PipelineSettings, rank_of_stage: Sequence[int], gpus: int, torchrun: Torchrun | None
 ) -> _Devices:
     """The devices of each stage, if every process has a GPU of its own. Raises InputError if there are too few."""
     partitions, replicas = settings.partitions, settings.replicas
     processes = 1 + max(rank_of_stage)
-    processes_here = processes * replicas if started is None else started.here
+    local_processes = processes * replicas if torchrun is None else torchrun.local_world_size
     # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
-    own_gpu_only = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
-    if gpus < processes_here and not own_gpu_only:
-        needs = f"{plural(processes_here, 'process')} need a GPU each and there are {gpus}"
+    sees_own_gpu_only = torchrun is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if gpus < local_processes and not sees_own_gpu_only:
+        needs = f"{plural(local_processes, 'process')} need a GPU each and there are {gpus}"
         if replicas > gpus:
             raise InvalidSettingError("replicas", replicas, f"{needs}; use replicas={gpus} or {settings.ON_CPU}")
         fewer = f"stages_per_process={-(-partitions * replicas // gpus)}, executor=in_process"
         raise InputError(
             f"partitions={partitions}: {needs}; use "
-            f"{fewer if started is None else f'--nproc-per-node={gpus}'} or {settings.ON_CPU}"
+            f"{fewer if torchrun is None else f'--nproc-per-node={gpus}'} or {settings.ON_CPU}"
         )
     # under torchrun a process knows only its own GPU, numbered from 0 per machine, or per process if it sees no other
-    local_ranks = {} if started is None else {started.rank: started.local_rank}
+    local_ranks = {} if torchrun is None else {torchrun.rank: torchrun.local_rank}
 
-    def device(process: int) -> str:
-        return f"{TYPE}:{0 if own_gpu_only else local_ranks.get(process, process % processes_here)}"
+    def device(rank: int) -> str:
+        return f"{DEVICE_TYPE}:{0 if sees_own_gpu_only else local_ranks.get(rank, rank % local_processes)}"
 
     return tuple(tuple(device(processes * r + owner) for owner in rank_of_stage) for r in range(replicas))

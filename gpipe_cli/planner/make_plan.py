@@ -7,13 +7,13 @@ from dataclasses import replace
 from gpipe_cli.config.settings import TrainConfig, single_device_baseline
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
+from gpipe_cli.planner.cost_model import MeasuredCosts, StepCosts, predicted_costs
 from gpipe_cli.planner.cut import Cut, best_cut
 from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Candidate, Choice, Plan
 from gpipe_cli.planner.stage_memory import StageMemory
-from gpipe_cli.planner.step_schedule import unchecked_schedule
+from gpipe_cli.planner.step_schedule import schedule_for
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE
 from gpipe_cli.schedule.placement import stages_of_devices
@@ -30,13 +30,13 @@ CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
 
 
 def plan_step(
-    config: TrainConfig, profile: ModelProfile, costs_of: CostsOf = predicted_costs, started: Torchrun | None = None
+    config: TrainConfig, profile: ModelProfile, costs_of: CostsOf = predicted_costs, torchrun: Torchrun | None = None
 ) -> Plan:
-    """The plan of `config` for its own layout; `started`: this process, if torchrun started it.
+    """The plan of `config` for its own layout; `torchrun`: this process, if torchrun started it.
 
     Raises what `layout_of`, `costs_of` and `make_plan` raise.
     """
-    layout = layout_of(config, started)
+    layout = layout_of(config, torchrun)
     return make_plan(config, profile, costs_of(config, profile, layout), layout)
 
 
@@ -50,7 +50,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
     cut = best_cut(config, profile, costs, layout)
     if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(cut)) is not None:
         return chosen
-    return _simulated(cut, _recompute(cut))
+    return _simulate(cut, _recompute(cut))
 
 
 def baseline_of(plan: Plan) -> Plan | None:
@@ -61,7 +61,7 @@ def baseline_of(plan: Plan) -> Plan | None:
         layout = layout_of(replace(config, recompute="auto"))  # with the device's memory as the limit
     except InputError:  # the memory is unknown
         layout = layout_of(config)
-    times = plan.costs.known if isinstance(plan.costs.known, LayerTimes) else None
+    times = plan.costs.rates if isinstance(plan.costs.rates, MeasuredCosts) else None
     try:
         return make_plan(config, plan.profile, predicted_costs(config, plan.profile, layout, times), layout)
     except TooLargeError:
@@ -76,7 +76,7 @@ def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
         cut = best_cut(config, profile, costs, layout)
         if config.schedule == AUTO_SCHEDULE:
             return search_order(_problem(cut))[0] is not None
-        _held(cut, _recompute(cut))
+        _check_memory(cut, _recompute(cut))
     except InputError:
         return False
     return True
@@ -89,7 +89,7 @@ def _recompute(cut: Cut) -> RecomputePlan:
         return cut.config.recompute
     if len(set(cut.device_of_stage)) < len(cut.balance):
         with suppress(TooLargeError):
-            _held(cut, "never")
+            _check_memory(cut, "never")
             return "never"
     try:
         order = cut.order.first(cut.micro_batches)
@@ -98,10 +98,10 @@ def _recompute(cut: Cut) -> RecomputePlan:
         return "except_last"
 
 
-def _held(cut: Cut, recompute: RecomputePlan) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
+def _check_memory(cut: Cut, recompute: RecomputePlan) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
     """The memory of each stage, and the peak bytes of each device. Raises TooLargeError if a device exceeds the limits
     of its stages together."""
-    schedule = unchecked_schedule(cut.order, cut.micro_batches, recompute)
+    schedule = schedule_for(cut.order, cut.micro_batches, recompute)
     held = cut.memory_model.stages(schedule, cut.bounds, cut.device_of_stage)
     peaks = cut.memory_model.devices(held, schedule, cut.bounds, cut.device_of_stage)
     if (limit := cut.layout.memory) is not None:
@@ -123,7 +123,7 @@ def _fastest_order(cut: Cut) -> Plan | None:
         return None
 
     def candidate(name: str, schedule: Schedule, fits: bool) -> Candidate:
-        plan = _simulated(replace(cut, order=schedule), _recomputed(schedule)) if fits else None
+        plan = _simulate(replace(cut, order=schedule), _count_recomputed(schedule)) if fits else None
         return Candidate(name, cut.config, plan, "" if fits else "does not fit")
 
     compared = {
@@ -153,13 +153,13 @@ def _problem(cut: Cut) -> Problem:
     )  # fmt: skip
 
 
-def _simulated(cut: Cut, recompute: RecomputePlan) -> Plan:
+def _simulate(cut: Cut, recompute: RecomputePlan) -> Plan:
     """The plan of a step with these actions. Raises TooLargeError if a device exceeds the limit."""
     device_of_stage = cut.device_of_stage
-    held, device_bytes = _held(cut, recompute)
+    held, device_bytes = _check_memory(cut, recompute)
     stages = _stages(cut)
     # not checked: our own orders are as they should be, and a file was checked when it was read
-    schedule = unchecked_schedule(cut.order, cut.micro_batches, recompute)
+    schedule = schedule_for(cut.order, cut.micro_batches, recompute)
     timeline = simulate(schedule, stages, _edges(cut), cut.costs.slowdown, device_of_stage, _ties(cut))
     set_up_seconds = cut.costs.set_up / len(set(device_of_stage))
     step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
@@ -217,6 +217,6 @@ def _ties(cut: Cut) -> tuple[TieCost, ...]:
     )
 
 
-def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
+def _count_recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
     """The recomputed micro-batches of each stage."""
     return tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)

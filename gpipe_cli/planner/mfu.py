@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpipe_cli.config.settings import TrainConfig, load_hardware
-from gpipe_cli.planner.data_sheet import resolved, sheet_of_devices
+from gpipe_cli.planner.data_sheet import sheet_of_devices, with_data_sheet
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -46,18 +46,18 @@ def _peak(config: TrainConfig, spec: PipelineSpec) -> tuple[float | None, str]:
     """
     hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
-    sheet_here = sheet_of_devices(layout.devices).name  # auto: a GPU without a file
-    sheet = resolved(hardware, layout.devices)
-    if hardware.name not in ("auto", sheet_here) and (sheet_here != "auto" or on_cpu):
+    local_data_sheet = sheet_of_devices(layout.devices).name  # auto: a GPU without a file
+    data_sheet = with_data_sheet(hardware, layout.devices)
+    if hardware.name not in ("auto", local_data_sheet) and (local_data_sheet != "auto" or on_cpu):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
-    key, peak = sheet.peak(config.precision)
+    key, peak = data_sheet.peak(config.precision)
     if peak is not None:
-        of_sheet = f"{sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
-        source = of_sheet if (key, peak) == load_hardware(sheet.name).peak(config.precision) else f"hardware.{key}"
+        of_sheet = f"{data_sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
+        source = of_sheet if (key, peak) == load_hardware(data_sheet.name).peak(config.precision) else f"hardware.{key}"
     else:
         return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; hardware.peak_tflops=... says it"
     # under torchrun each machine numbers its GPUs from 0
-    devices = layout.of_pipeline if layout.distributed and not on_cpu else len(set(layout.devices))
+    devices = layout.processes_per_pipeline if layout.distributed and not on_cpu else len(set(layout.devices))
     devices *= layout.replicas
     each = f"{peak:.4g} TFLOP/s"
     return peak * 1e12 * devices, f"{each} ({source})" if devices == 1 else f"{devices} x {each} ({source})"

@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, canonical_names, find_ties
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.shared_layers import Shared, find_read, find_shared
-from gpipe_cli.system.accelerator import TYPE
+from gpipe_cli.system.accelerator import DEVICE_TYPE
 from gpipe_cli.units import plural
 
 
@@ -83,7 +83,7 @@ class ModelProfile(TracedModel):
     frozen: Frozen
     skips: tuple[Skip, ...]
     tied: tuple[TiedWeight, ...]  # the weights that several layers have
-    own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
+    custom_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
     model: nn.Sequential = field(repr=False, compare=False)  # the traced model; a module may be at several places
     kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # one for each layer; equal layers have equal kinds
 
@@ -125,7 +125,7 @@ def _traced(config: TrainConfig) -> _Traced:
 @lru_cache(maxsize=1)
 def _model(traced: _Traced) -> nn.Sequential:
     config = traced.config
-    return build.build_model(config, once=not config.freeze)  # a frozen layer differs from a trained one
+    return build.build_model(config, share_equal_layers=not config.freeze)  # a frozen layer differs from a trained one
 
 
 @lru_cache(maxsize=16)
@@ -140,7 +140,7 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     kinds = layer_kinds(model)
     trace = partial(
         trace_layers, model, inputs, lengths=lengths, memory_format=memory_format, kinds=kinds,
-        autocast_dtype=build.COMPUTED_IN[config.precision], device=TYPE if on_gpu else "cpu",
+        autocast_dtype=build.AUTOCAST_DTYPE[config.precision], device=DEVICE_TYPE if on_gpu else "cpu",
         fuses=partial(gpu_fuses, deterministic=config.deterministic) if on_gpu else cpu_fuses,
     )  # fmt: skip
     evaluation = trace(training=False)
@@ -151,16 +151,16 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     for sharing in find_read(costs, evaluation):
         shared.setdefault((sharing.first, sharing.second), sharing)
     ties = find_ties(model)
-    elsewhere = canonical_names(ties)
-    weights_of = {layer: _layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children()}
+    tied_elsewhere = canonical_names(ties)
+    weights_of = {layer: _layer_weights(config, name, layer, tied_elsewhere) for name, layer in model.named_children()}
     tied = tuple(_tied_weight(config, model, tie) for tie in ties)
     return ModelProfile(
         costs, evaluation, (*shared.values(),), tuple(weights_of[layer] for layer in model), inputs, lengths, frozen,
-        find_skips(model), tied, _own_costs(model), model, kinds,
+        find_skips(model), tied, _custom_costs(model), model, kinds,
     )  # fmt: skip
 
 
-def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
+def _custom_costs(model: nn.Sequential) -> tuple[float, ...] | None:
     """The paper's optional cost estimate c_i of each layer (section 2.1): its attribute `gpipe_cost`, if it has one.
 
     Raises InputError if only some layers have one, as they can only be compared with each other.
@@ -211,12 +211,12 @@ def check_single_samples(
         ) from error
 
 
-def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, elsewhere: Container[str]) -> LayerWeights:
-    """The weights of layer `name`; `elsewhere`: names of parameters that an earlier layer has, too."""
+def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, tied_elsewhere: Container[str]) -> LayerWeights:
+    """The weights of layer `name`; `tied_elsewhere`: names of parameters that an earlier layer has, too."""
     parameters, buffers = list(layer.parameters()), list(layer.buffers())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    first = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" not in elsewhere]
-    later = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" in elsewhere]
+    first = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" not in tied_elsewhere]
+    later = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" in tied_elsewhere]
 
     def stored(some: Sequence[nn.Parameter]) -> int:
         averaged = [*some, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []

@@ -16,12 +16,12 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.routes import inputs_of, outputs_of, routes
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, stages_of
 from gpipe_cli.planner.data_sheet import sheet_of_devices
-from gpipe_cli.planner.device_rates import computes_in
+from gpipe_cli.planner.device_rates import effective_precision
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.make_plan import plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.planner.step_schedule import validated_schedule_for
 from gpipe_cli.schedule.schedule import RecomputePlan, Schedule
 
 
@@ -63,7 +63,7 @@ class PipelineCut:
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The schedule of a training step of `micro_batches`. Raises ScheduleError if it cannot be performed."""
-        return checked_schedule(self.order, micro_batches, self.recompute)
+        return validated_schedule_for(self.order, micro_batches, self.recompute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class PipelineSpec(PipelineCut):
     inputs: Boundary  # tensors given to the first stage
     lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
     parameter_tensors: tuple[int, ...]
-    computes_in: str  # the type in which the devices here compute products and convolutions at that precision
+    effective_precision: str  # the type in which the devices here compute products and convolutions at that precision
     deterministic: bool
 
     def stage_of(self, layer: str) -> int:
@@ -95,7 +95,8 @@ class PipelineSpec(PipelineCut):
     def max_parameter_tensors(self) -> int:
         """The most parameter tensors of any process: the length of a vector with a number for each tensor."""
         return max(
-            sum(self.parameter_tensors[k] for k in self.layout.stages_of(p)) for p in range(self.layout.of_pipeline)
+            sum(self.parameter_tensors[k] for k in self.layout.stages_of(p))
+            for p in range(self.layout.processes_per_pipeline)
         )
 
     def on(self, replica_devices: tuple[tuple[str, ...], ...]) -> "PipelineSpec":
@@ -104,18 +105,18 @@ class PipelineSpec(PipelineCut):
 
 
 def make_pipeline_spec(
-    config: TrainConfig, profile: ModelProfile | None = None, started: Torchrun | None = None
+    config: TrainConfig, profile: ModelProfile | None = None, torchrun: Torchrun | None = None
 ) -> PipelineSpec:
-    """Plan a step by the hardware's data sheet, cut the model and place its stages; `started`: this process, if
+    """Plan a step by the hardware's data sheet, cut the model and place its stages; `torchrun`: this process, if
     torchrun started it. Raises InputError if the model cannot be cut."""
     profile = profile_model(config) if profile is None else profile
-    return placed(plan_step(config, profile, started=started))
+    return spec_from_plan(plan_step(config, profile, torchrun=torchrun))
 
 
-def placed(plan: Plan) -> PipelineSpec:
+def spec_from_plan(plan: Plan) -> PipelineSpec:
     """Cut the model as planned and place its stages on this machine, even if the plan was for another."""
     config, profile, costs, bounds = plan.config, plan.profile, plan.profile.costs, plan.bounds
-    layout = replace(plan.layout, here=True)
+    layout = replace(plan.layout, is_local=True)
     in_training, in_evaluation = profile.boundaries(plan.balance)
     return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
@@ -136,7 +137,7 @@ def placed(plan: Plan) -> PipelineSpec:
         layout=layout,
         memory_format=memory_format_of(config),
         precision=config.precision,
-        computes_in=computes_in(sheet_of_devices(layout.devices).name, config.precision),
+        effective_precision=effective_precision(sheet_of_devices(layout.devices).name, config.precision),
         deterministic=config.deterministic,
         compile=config.compile,
         graphs=config.graphs,

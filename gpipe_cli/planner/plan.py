@@ -16,14 +16,14 @@ from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import Route, routes
-from gpipe_cli.planner.cost_model import LayerTimes
+from gpipe_cli.planner.cost_model import MeasuredCosts
 from gpipe_cli.planner.cut import Cut
-from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
-from gpipe_cli.planner.device_rates import computes_in, reached_tflops
+from gpipe_cli.planner.data_sheet import computes_on_gpu, with_data_sheet
+from gpipe_cli.planner.device_rates import achieved_tflops, effective_precision
 from gpipe_cli.planner.layout import TooLargeError
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
-from gpipe_cli.planner.step_schedule import mini_batch_samples, unchecked_schedule
+from gpipe_cli.planner.step_schedule import mini_batch_samples, schedule_for
 from gpipe_cli.schedule.breakdown import Breakdown
 from gpipe_cli.schedule.dependencies import grid
 from gpipe_cli.schedule.placement import placement_name
@@ -128,7 +128,7 @@ class Plan(Cut):
     def step_range(self) -> tuple[float, float] | None:
         """The seconds between which a step is predicted to take, if timings of its layers scattered by more than a
         tenth: their quartiles. None if they did not, or nothing was timed."""
-        low, high = self.costs.known.scatter if isinstance(self.costs.known, LayerTimes) else (1.0, 1.0)
+        low, high = self.costs.rates.scatter if isinstance(self.costs.rates, MeasuredCosts) else (1.0, 1.0)
         if high - low < _STEADY:
             return None
         return min(1.0, low) * self.step_seconds, max(1.0, high) * self.step_seconds
@@ -147,7 +147,7 @@ class Plan(Cut):
         """Those of a mini-batch of `samples` padded to these lengths."""
         profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
         sizes = shard_of(samples, self.config.micro_batches, self.config.replicas).sizes
-        schedule = unchecked_schedule(self.order, len(sizes), self.recompute)
+        schedule = schedule_for(self.order, len(sizes), self.recompute)
         return MemoryModel(self.config, profile, sizes).saved(schedule, self.bounds)
 
     @property
@@ -248,7 +248,7 @@ class Plan(Cut):
     def stages(self) -> tuple[PlannedStage, ...]:
         sent = {(route.sender, route.receiver): self._bytes(route.tensors) for route in self._routes}
         # on another machine, each device has one process, whatever this machine would use
-        rank_of_stage = self.layout.rank_of_stage if self.layout.here else self.device_of_stage
+        rank_of_stage = self.layout.rank_of_stage if self.layout.is_local else self.device_of_stage
         return tuple(
             PlannedStage(
                 process=rank_of_stage[k],
@@ -292,9 +292,9 @@ class Plan(Cut):
     @cached_property
     def hardware(self) -> PlannedHardware:
         memory, precision = self.layout.memory, self.config.precision
-        hardware = resolved(self.config.hardware, self.layout.devices)
-        timed = self.costs.basis == "timed_layers"  # then seconds do not come from a data sheet
-        reached = None if hardware.tflops is None else reached_tflops(hardware, precision)
+        hardware = with_data_sheet(self.config.hardware, self.layout.devices)
+        timed = self.costs.cost_source == "timed_layers"  # then seconds do not come from a data sheet
+        achieved = None if hardware.tflops is None else achieved_tflops(hardware, precision)
         peaks = {"float32": hardware.peak_tflops, "tf32": hardware.tf32_tflops, "bfloat16": hardware.bfloat16_tflops}
 
         def times(value: float | None, factor: float) -> float | None:
@@ -304,9 +304,9 @@ class Plan(Cut):
             name=hardware.name,
             source=self.costs.source,
             precision=precision,
-            computes_in=computes_in(hardware.name, precision),
+            computes_in=effective_precision(hardware.name, precision),
             peak_flops_per_second={name: None if peak is None else peak * 1e12 for name, peak in peaks.items()},
-            flops_per_second=times(reached, 1e12 * (self.layout.threads if hardware.name == "cpu" else 1)),
+            flops_per_second=times(achieved, 1e12 * (self.layout.threads if hardware.name == "cpu" else 1)),
             memory_bytes=memory.device_bytes if memory else None,
             memory_stages=memory.stages if memory else None,
             link_bytes_per_second=times(hardware.link_gb_per_second, 1e9),

@@ -92,7 +92,7 @@ def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
     return [end for end in range(1, layers) if not any(pair.first < end <= pair.second for pair in shared)]
 
 
-def keeping_together(
+def ends_with_shared_layers_together(
     shared: Sequence[Shared], layers: int, partitions: int, furthest: Sequence[Sequence[int]] | None
 ) -> Sequence[Sequence[int]] | None:
     """`furthest` of :func:`partition` (None: no limit), restricted so that no partition begins between two layers that

@@ -17,7 +17,7 @@ from gpipe_cli.planner.layout import placement_of
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.shared_layers import keeping_together
+from gpipe_cli.planner.shared_layers import ends_with_shared_layers_together
 from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
 from gpipe_cli.schedule.in_flight_memory import SavedAmounts
 from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
@@ -36,9 +36,9 @@ _MAX_COSTS = 4000  # layers times numbers of micro-batches: predicting more take
 def simulation_data(plan: Plan) -> SimulationData:
     """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
     config, profile, costs, layout, samples = plan.config, plan.profile, plan.costs, plan.layout, plan.step_samples
-    linked = _costs(plan, plan.micro_batches)
+    linked_costs = _costs(plan, plan.micro_batches)
     memory = [MemoryModel(config, profile, [size]) for size in (1, 2)]
-    seconds = {tie.stages: tie.seconds for tie in linked.ties}
+    seconds = {tie.stages: tie.seconds for tie in linked_costs.ties}
     return {
         "setting": {
             "partitions": len(plan.balance),
@@ -57,7 +57,7 @@ def simulation_data(plan: Plan) -> SimulationData:
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
         "rows": rows_of(plan.schedule),
-        **_cuts(plan, linked, memory),
+        **_cuts(plan, linked_costs, memory),
         "device_of_stage": plan.device_of_stage,
         "layers": [
             {
@@ -83,13 +83,13 @@ def simulation_data(plan: Plan) -> SimulationData:
         "shared": [[pair.first, pair.second, pair.text] for pair in profile.shared],
         "costs": {
             "source": costs.source,
-            "basis": costs.basis,
+            "basis": costs.cost_source,
             "set_up": costs.set_up,
             "halves": "known" if profile.splits else "assumed",
             **_costs_of_micro_batches(plan, samples // config.replicas),
         },
         "slowdown": {
-            "at_once": _at_once(plan),
+            "at_once": _concurrent_devices(plan),
             "cores": usable_cores() if layout.shares_cores else None,  # cores that the devices share
             "factor": costs.together[0],
             "together": costs.together[1],
@@ -137,7 +137,7 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
     def cut(balance: Sequence[int]) -> dict[str, Any]:
         bounds = bounds_of(balance)
         none = [0] * len(bounds)
-        stored = [model.holding(bounds, none, none) for model in memory]
+        stored = [model.at_peaks(bounds, none, none) for model in memory]
         held = _held(plan, memory, bounds)
         stages = [
             {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes,
@@ -146,17 +146,17 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
         ]  # fmt: skip
         return {"balance": list(balance), "stages": stages}
 
-    def fastest(partitions: int, *, again: bool) -> Sequence[int]:
-        cut_of = partial(partition, work_of(costs, again=again), partitions, **sends_of(costs))
+    def fastest(partitions: int, *, with_recompute: bool) -> Sequence[int]:
+        cut_of = partial(partition, work_of(costs, with_recompute=with_recompute), partitions, **sends_of(costs))
         try:
-            return cut_of(furthest=keeping_together(profile.shared, layers, partitions, None))
+            return cut_of(furthest=ends_with_shared_layers_together(profile.shared, layers, partitions, None))
         except NoCutFitsError:  # it separates layers that share something, which the page says
             return cut_of()
 
     return {
         "cut": cut(plan.balance),
         "cuts": {
-            str(k): [cut(fastest(k, again=again)) for again in (False, True)]
+            str(k): [cut(fastest(k, with_recompute=with_recompute)) for with_recompute in (False, True)]
             for k in sorted({*offered, len(plan.balance)})
             if k <= layers
         },
@@ -191,14 +191,14 @@ def _skip_bytes(profile: ModelProfile, skip: Skip) -> list[list[int]]:
     return [size(tensors), size(tuple(tensor for tensor in tensors if tensor.has_gradient))]
 
 
-def _costs_of_micro_batches(plan: Plan, most: int) -> dict[str, Any]:
+def _costs_of_micro_batches(plan: Plan, max_micro_batches: int) -> dict[str, Any]:
     """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
     equal for all these numbers are of the same kind."""
     layers = len(plan.profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MAX_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MAX_COSTS:
         offered = [1 << power for power in range(7)]
-    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
+    offered = sorted({m for m in offered if m <= max_micro_batches} | {plan.micro_batches})
     costs_offered = [_costs(plan, m) for m in offered]
     split = any(layer.inputs or layer.weights for layer in plan.costs.layers)
     free = EdgeCost(0.0, 0.0)
@@ -229,10 +229,10 @@ def _costs(plan: Plan, micro_batches: int) -> StepCosts:
     """Costs for M = `micro_batches`, with links between all stages."""
     samples = plan.step_samples
     mean = samples / min(samples, plan.config.replicas * micro_batches)
-    return predicted_costs(plan.config, plan.profile, plan.layout, plan.costs.known, samples=mean, linked=True)
+    return predicted_costs(plan.config, plan.profile, plan.layout, plan.costs.rates, samples=mean, assume_links=True)
 
 
-def _at_once(plan: Plan) -> int | None:
+def _concurrent_devices(plan: Plan) -> int | None:
     """How many devices of all pipelines can compute at the same time, whatever K is; None if all of them can."""
     return max(1, usable_cores() // plan.layout.threads) if plan.layout.shares_cores else None
 
@@ -243,7 +243,7 @@ def _limit(plan: Plan) -> dict[str, Any] | None:
     if layout.memory is None:
         return None
     owner = "device"
-    if layout.here:
+    if layout.is_local:
         given = plan.config.hardware.memory_gib is not None
         owner = "stage" if given else "machine" if layout.on_cpu else "device"
     return {"bytes": layout.memory.device_bytes, "of": owner}

@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import routes
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs
 from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile, TiedWeight
-from gpipe_cli.planner.step_schedule import unchecked_schedule
+from gpipe_cli.planner.step_schedule import schedule_for
 from gpipe_cli.schedule.in_flight_memory import (
     SavedAmounts,
     SkipBytes,
@@ -36,7 +36,7 @@ from gpipe_cli.schedule.placement import stages_of_devices
 from gpipe_cli.schedule.recomputation import find_fewest_recomputations
 from gpipe_cli.schedule.schedule import Action, RecomputePlan, Schedule
 
-Whole = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
 
 
@@ -71,19 +71,19 @@ def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
 
 
 @dataclass(frozen=True)
-class _Tied:
+class _TiedBytes:
     """By how many bytes a stage with tied weights differs from the sum of its layers; arrays for n stages at once."""
 
-    weights: Whole
-    optimizer: Whole
-    received: Whole  # gradients of layers in other stages
+    weights: Int64Array
+    optimizer: Int64Array
+    received: Int64Array  # gradients of layers in other stages
 
     @property
-    def total(self) -> Whole:
+    def total(self) -> Int64Array:
         return self.weights + self.optimizer + self.received
 
 
-def _tied(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _Tied:
+def _tied_bytes(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _TiedBytes:
     none = np.zeros_like(np.asarray(first))
     weights = optimizer = received = none
     for weight in tied:
@@ -92,7 +92,7 @@ def _tied(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _Tied:
         weights = weights - copies * weight.weight_bytes
         optimizer = optimizer - copies * weight.optimizer_bytes
         received = received + np.where(uses > 0, len(weight.layers) - uses, 0) * weight.gradient_bytes
-    return _Tied(weights, optimizer, received)
+    return _TiedBytes(weights, optimizer, received)
 
 
 class MemoryModel:
@@ -121,14 +121,14 @@ class MemoryModel:
     ) -> tuple[StageMemory, ...]:
         """The memory of each stage at its fullest moment."""
         waiting = peak_skip_bytes(schedule, self._skips(bounds), device_of_stage)
-        return self.holding(bounds, peak_bytes(schedule, self._held(bounds)), waiting)
+        return self.at_peaks(bounds, peak_bytes(schedule, self._held(bounds)), waiting)
 
-    def holding(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
+    def at_peaks(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
         """The memory of stages that hold these bytes of activations, and of skips that wait, at their fullest."""
 
         def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
             weights = self._profile.weights[first:end]
-            tied = _tied(self._profile.tied, first, end)
+            tied = _tied_bytes(self._profile.tied, first, end)
             return StageMemory(
                 weights_bytes=sum(w.weight_bytes for w in weights) + int(tied.weights),
                 gradients_bytes=sum(w.gradient_bytes for w in weights),
@@ -148,14 +148,14 @@ class MemoryModel:
         are replayed keep their pools."""
         of_devices = stages_of_devices(device_of_stage)
         if self.replays or len(of_devices) == len(held):
-            together = tuple(sum(held[k].activations_bytes for k in stages) for stages in of_devices)
+            peaks = tuple(sum(held[k].activations_bytes for k in stages) for stages in of_devices)
         else:
-            together = peaks_of_devices(schedule, self._held(bounds), device_of_stage)
+            peaks = peaks_of_devices(schedule, self._held(bounds), device_of_stage)
         return tuple(
-            most
+            peak
             + sum(held[k].total_bytes - held[k].activations_bytes - held[k].workspace_bytes for k in stages)
             + max(held[k].workspace_bytes for k in stages)
-            for most, stages in zip(together, of_devices, strict=True)
+            for peak, stages in zip(peaks, of_devices, strict=True)
         )
 
     def _skips(self, bounds: Bounds) -> SkipBytes:
@@ -194,7 +194,7 @@ class MemoryModel:
         """For each stage, the bytes that autograd keeps of the largest micro-batch in each way to hold it."""
         return [self._of_size[self._sizes[0]].held(*span) for span in bounds]
 
-    def _largest(self, first: Layers, end: Layers) -> Whole:
+    def _largest(self, first: Layers, end: Layers) -> Int64Array:
         """The bytes of the largest micro-batch in each of the ways of `SavedAmounts`, (4,); (4, n) for n stages at
         once."""
         held = self._of_size[self._sizes[0]].of_stages(first, end)
@@ -205,7 +205,7 @@ class MemoryModel:
         pool = np.where(graph > 0, graph + backward, 0)
         return np.array([pool, inputs, gradients, pool + gradients])
 
-    def _static(self, first: Layers, end: Layers) -> Whole:
+    def _static(self, first: Layers, end: Layers) -> Int64Array:
         """The bytes of what a replayed stage of layers `first` to `end - 1` receives and sends: inputs, outputs and the
         gradients of both. Inputs count twice, as they are copied into the memory that graphs read."""
         if not self.replays:
@@ -235,9 +235,9 @@ class MemoryModel:
             for stages in stages_of_devices(device_of_stage or range(len(bounds)))
         ]
 
-    def _stored_by(self, first: Layers, end: Layers) -> Whole:
+    def _stored_by(self, first: Layers, end: Layers) -> Int64Array:
         """The bytes that a stage of layers `first` to `end - 1` stores all the time."""
-        stored = self._stored[end] - self._stored[first] + _tied(self._profile.tied, first, end).total
+        stored = self._stored[end] - self._stored[first] + _tied_bytes(self._profile.tied, first, end).total
         return np.asarray(stored + self._static(first, end))
 
     def find_fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> RecomputePlan:
@@ -253,19 +253,19 @@ class MemoryModel:
             return None
         # recompute=auto never keeps more than this mode needs
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
-        schedule = unchecked_schedule(order, len(self._sizes), mode)
+        schedule = schedule_for(order, len(self._sizes), mode)
         workspace = _Maxima(self.workspace)
 
         def row(actions: Sequence[Action]) -> list[int]:
-            fullest = np.array(_fullest(list(in_flight_counts(actions))))
+            fullest = np.array(_dominant(list(in_flight_counts(actions))))
             firsts = np.arange(len(self.workspace))  # one binary search for all of them
-            fits, most = firsts, np.full_like(firsts, len(firsts))  # ends that fit, and the furthest that may fit
-            while (fits < most).any():
-                ends = np.maximum((fits + most + 1) // 2, firsts + 1)
+            fits, limits = firsts, np.full_like(firsts, len(firsts))  # ends that fit, and the furthest that may fit
+            while (fits < limits).any():
+                ends = np.maximum((fits + limits + 1) // 2, firsts + 1)
                 held = (fullest @ self._largest(firsts, ends)).max(axis=0)
                 needed = self._stored_by(firsts, ends) + held + workspace.between(firsts, ends)
                 below = needed <= limit_bytes
-                fits, most = np.where(below, ends, fits), np.where(below, most, ends - 1)
+                fits, limits = np.where(below, ends, fits), np.where(below, limits, ends - 1)
             return fits.tolist()
 
         # stages with the same actions reach equally far
@@ -285,16 +285,16 @@ class _Maxima:
             self._from.append(np.maximum(half, np.roll(half, -size // 2)))
         self._table = np.array(self._from)
 
-    def between(self, first: Layers, end: Layers) -> Whole:
+    def between(self, first: Layers, end: Layers) -> Int64Array:
         """The maximum of numbers `first` to `end - 1`, where `first` is below `end`."""
         power = np.frexp(np.asarray(end - first))[1] - 1
         return np.asarray(np.maximum(self._table[power, first], self._table[power, end - (1 << power)]))
 
 
-def _fullest(moments: Sequence[SavedAmounts]) -> tuple[SavedAmounts, ...]:
+def _dominant(moments: Sequence[SavedAmounts]) -> tuple[SavedAmounts, ...]:
     """The moments that can be the peak: those for which no other moment holds as much of everything."""
-    most: list[SavedAmounts] = []
+    dominant: list[SavedAmounts] = []
     for moment in sorted(set(moments), reverse=True):
-        if not any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in most):
-            most.append(moment)
-    return tuple(most)
+        if not any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in dominant):
+            dominant.append(moment)
+    return tuple(dominant)

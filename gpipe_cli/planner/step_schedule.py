@@ -58,15 +58,15 @@ def placement_of_file(settings: PipelineSettings) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)  # they can be large
-def unchecked_schedule(order: Schedule, micro_batches: int, recompute: RecomputePlan) -> Schedule:
+def schedule_for(order: Schedule, micro_batches: int, recompute: RecomputePlan) -> Schedule:
     """The schedule of a step of `micro_batches`, of which a short last mini-batch may have fewer than M. It need not be
     checked to know what a stage holds, which follows from the stage's own actions."""
     return with_recomputation(order.first(micro_batches), recompute)
 
 
 @lru_cache(maxsize=16)
-def checked_schedule(order: Schedule, micro_batches: int, recompute: RecomputePlan) -> Schedule:
-    """`unchecked_schedule`, checked. Raises ScheduleError if it cannot be performed."""
-    schedule = unchecked_schedule(order, micro_batches, recompute)
+def validated_schedule_for(order: Schedule, micro_batches: int, recompute: RecomputePlan) -> Schedule:
+    """`schedule_for`, checked. Raises ScheduleError if it cannot be performed."""
+    schedule = schedule_for(order, micro_batches, recompute)
     check(schedule)
     return schedule

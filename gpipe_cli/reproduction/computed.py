@@ -25,7 +25,7 @@ from gpipe_cli.schedule.named_schedules import ORDERS, order
 from gpipe_cli.schedule.placement import place
 from gpipe_cli.schedule.schedule import Kind, Schedule
 from gpipe_cli.schedule.simulator import StageCost, simulate
-from gpipe_cli.system.forked_call import in_forks
+from gpipe_cli.system.forked_call import map_in_forks
 from gpipe_cli.units import plural, size
 
 if TYPE_CHECKING:  # recipes are listed without torch
@@ -221,7 +221,7 @@ def scaling(results: Results, runner: Runner) -> Pictures:
         work += [(traced.config, traced.profile, row) for row in table["rows"]]
     runner.progress(f"plans        {plural(len(work), 'cell')}")
     try:
-        planned = in_forks(_plan_in_fork, work)
+        planned = map_in_forks(_plan_in_fork, work)
     except RuntimeError as error:
         raise CommandFailedError(str(error)) from error
     for (_, _, row), plan in zip(work, planned, strict=True):

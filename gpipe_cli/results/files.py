@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import read_json, write_whole
+from gpipe_cli.system.files import read_json, write_atomic
 
 RESULT_FILE = "result.json"
 
 
 def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT_FILE) -> None:
     """Writes `result` to ``folder / name`` in the format of `as_json`. Raises OSError if it cannot be written."""
-    write_whole(folder / name, as_json(result))
+    write_atomic(folder / name, as_json(result))
 
 
 def as_json(value: Any) -> str:

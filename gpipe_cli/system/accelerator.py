@@ -9,32 +9,32 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-TYPE = "cuda"  # the type of the devices that gpipe computes on, besides "cpu"
+DEVICE_TYPE = "cuda"  # the type of the devices that gpipe computes on, besides "cpu"
 _NO_CONTEXT = nullcontext()
 
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether work on `device` runs on after the call that launches it has returned."""
-    return device.type == TYPE
+    return device.type == DEVICE_TYPE
 
 
-def torch_is_built_for() -> bool:
+def torch_supports_accelerator() -> bool:
     """Whether this torch has code for the accelerator, which need not be here. Opens no context."""
     built = torch.accelerator.current_accelerator()
-    return built is not None and built.type == TYPE
+    return built is not None and built.type == DEVICE_TYPE
 
 
 def number_of_devices() -> int:
     """How many accelerators this process sees. CUDA itself is asked, without opening a context, and remembers its
     answer: what `hidden_gpus` hides afterwards stays visible to this process, which can fork no workers any more."""
-    module = torch.get_device_module(TYPE)
+    module = torch.get_device_module(DEVICE_TYPE)
     number: int = module.device_count() if module.is_available() else 0
     return number
 
 
 def device_list() -> list[tuple[str, int]]:
     """The name and the bytes of memory of each accelerator. Opens a context on it."""
-    module = torch.get_device_module(TYPE)
+    module = torch.get_device_module(DEVICE_TYPE)
     devices = map(module.get_device_properties, range(module.device_count()))
     return [(device.name, device.total_memory) for device in devices]
 
@@ -57,7 +57,7 @@ def new_timer(device: torch.device) -> torch.Event:
     return torch.Event(device, enable_timing=True)
 
 
-def keep_for(tensor: torch.Tensor, stream: torch.Stream) -> None:
+def record_use(tensor: torch.Tensor, stream: torch.Stream) -> None:
     """Do not give the tensor's memory to another tensor before what was launched on `stream` by then is done."""
     tensor.record_stream(stream)
 
@@ -84,7 +84,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if is_accelerator(device) else tensor).to(device, non_blocking=True)
 
 
-def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+def copy_to_host_async(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start copying a tensor to the host. The returned function waits for the copy and returns it."""
     copy = tensor.to("cpu", non_blocking=True)  # torch allocates page-locked memory for a copy from a GPU
     copied = current_stream(tensor.device).record_event() if is_accelerator(tensor.device) else None
@@ -97,7 +97,7 @@ def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return read
 
 
-def page_locked(bytes: int) -> torch.Tensor:
+def new_pinned_memory(bytes: int) -> torch.Tensor:
     """Memory of the host, uint8 (bytes,), to which an accelerator copies without the host waiting; torch rounds it up
     to a power of two."""
     return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)

@@ -26,7 +26,7 @@ class TorchGraphCapturer:
         self._device = device
         self._default = generators(device)[-1]
         self._cuda = torch.get_device_module(device)
-        self._own_state = self._default.graphsafe_get_state()
+        self._default_state = self._default.graphsafe_get_state()
         self._stream = self._cuda.Stream(device)  # a torch.Stream cannot be recorded on
 
     def new_pool(self) -> Any:
@@ -60,13 +60,13 @@ class TorchGraphCapturer:
         graph = self._cuda.CUDAGraph()
         for state in rng:
             graph.register_generator_state(state)
-        self._own_state = self._default.graphsafe_get_state()
+        self._default_state = self._default.graphsafe_get_state()
         try:
             # other threads, such as that which pins the next mini-batch, may go on calling CUDA
             with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph
         finally:
-            self._default.graphsafe_set_state(self._own_state)
+            self._default.graphsafe_set_state(self._default_state)
 
     def use_rng_state(self, rng: torch.Generator | None) -> None:
-        self._default.graphsafe_set_state(self._own_state if rng is None else rng)
+        self._default.graphsafe_set_state(self._default_state if rng is None else rng)

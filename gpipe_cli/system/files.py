@@ -34,7 +34,7 @@ class FolderInUseError(Exception):
     """Another process is at work in a folder; the text says which process."""
 
 
-def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
+def write_atomic(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
     """Write or replace a file atomically: a reader finds the old content or the new. Large content comes in pieces.
 
     Raises:
@@ -42,17 +42,17 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
     """
     # Several processes may write into a folder, also on machines that give them the same number; no reader looks for
     # such a name.
-    beside = path.with_name(f".{uuid4().hex}.partial")
-    with naming(path):
+    partial = path.with_name(f".{uuid4().hex}.partial")
+    with errors_name_path(path):
         try:
-            with beside.open("wb") as file:
+            with partial.open("wb") as file:
                 pieces = [content.encode()] if isinstance(content, str) else content
                 file.writelines([pieces] if isinstance(pieces, bytes) else pieces)
                 file.flush()
                 sync(file.fileno())
-            put_in_place(beside, path)
+            replace_file(partial, path)
         finally:
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def check_not_linked(path: Path) -> None:
@@ -87,7 +87,7 @@ def copy_file(source: Path, target: Path) -> None:
         sync(copy.fileno())
 
 
-def put_in_place(whole: Path, path: Path) -> None:
+def replace_file(whole: Path, path: Path) -> None:
     """Rename the file `whole` to `path`. Some network mounts refuse to, at all or while another program has `path`
     open, but do let it be overwritten; then a reader may find a part, and `whole` stays. Raises OSError, also for a
     link."""
@@ -117,7 +117,7 @@ def regular_size(path: Path) -> int:
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """The content of a file. Raises OSError, also if it is not a regular file or has more than `max_bytes`."""
-    with naming(path), open_regular(path) as file:
+    with errors_name_path(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         # files below /proc report a size of 0, and reading a file that has nothing yet returns None
         content = (file.read(max_bytes + 1) or b"") if size <= max_bytes else b""
@@ -154,7 +154,7 @@ def read_json(path: Path, max_bytes: int = 2**28) -> Any:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def errors_name_path(path: Path) -> Iterator[None]:
     """Inside, every OSError names `path`: the error of a full disk names no file, or the partial file."""
     try:
         yield
@@ -195,15 +195,15 @@ class FolderLock:
     The kernel keeps the lock, so a killed process holds none; the lock file names the process that holds it.
     """
 
-    def __init__(self, folder: Path, patience_seconds: float = 0.0) -> None:
-        """Lock an existing folder, waiting up to `patience_seconds` for a holder that may be ending.
+    def __init__(self, folder: Path, timeout_seconds: float = 0.0) -> None:
+        """Lock an existing folder, waiting up to `timeout_seconds` for a holder that may be ending.
 
         Raises:
             FolderInUseError: another process holds the lock.
             OSError: the folder cannot be written to, or it has a file of that name which is no lock.
         """
         self._path = folder / LOCK
-        until = time.monotonic() + patience_seconds
+        until = time.monotonic() + timeout_seconds
         while True:
             try:
                 _check_older_lock(folder / _OLDER_LOCK)

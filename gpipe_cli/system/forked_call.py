@@ -12,13 +12,13 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Generic, NoReturn, TypeVar
 
-from gpipe_cli.system.interrupts import Stopped, deferred_signals
+from gpipe_cli.system.interrupts import StopRequested, defer_signals
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.system.streams import prepare_streams
+from gpipe_cli.system.stdio import make_stdio_robust
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-_GRACE_SECONDS = 3.5  # from Ctrl-C until a fork is killed; a command ends within 5 s
+_KILL_TIMEOUT_SECONDS = 3.5  # from Ctrl-C until a fork is killed; a command ends within 5 s
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -36,9 +36,9 @@ class Fork(Generic[T]):
         sys.stderr.flush()
         parent = os.getpid()
         self._received, sent = Pipe(duplex=False)
-        with deferred_signals() as restore:
-            self._number = os.fork()
-            if self._number == 0:
+        with defer_signals() as restore:
+            self._pid = os.fork()
+            if self._pid == 0:
                 _be_fork(parent, work, output, sent, restore)
             sent.close()
             try:
@@ -62,11 +62,11 @@ class Fork(Generic[T]):
             except EOFError:  # the fork has ended without sending a value
                 pass
             except KeyboardInterrupt as asked:
-                if isinstance(asked, Stopped):  # the fork may have something to write
+                if isinstance(asked, StopRequested):  # the fork may have something to write
                     self._ask_to_stop()
-                os.kill(self._number, signal.SIGINT)
+                os.kill(self._pid, signal.SIGINT)
                 with contextlib.suppress(KeyboardInterrupt):
-                    wait([self._received], _GRACE_SECONDS)
+                    wait([self._received], _KILL_TIMEOUT_SECONDS)
                 raise
             finally:
                 code = self._end()
@@ -76,24 +76,24 @@ class Fork(Generic[T]):
         """Kill the fork and all its processes that still run; returns the exit code."""
         for kill in (os.kill, os.killpg):  # killpg finds nothing before the fork has a session of its own
             with contextlib.suppress(ProcessLookupError):
-                kill(self._number, signal.SIGKILL)
+                kill(self._pid, signal.SIGKILL)
         self._received.close()
-        return os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def _ask_to_stop(self) -> None:
         """Send SIGTERM to the fork, and wait until it ends or this process gets Ctrl-C."""
-        os.kill(self._number, signal.SIGTERM)
+        os.kill(self._pid, signal.SIGTERM)
         while True:
             try:
                 wait([self._received])
-            except Stopped:
+            except StopRequested:
                 continue
             except KeyboardInterrupt:
                 pass
             return
 
 
-def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item]) -> list[T]:
+def map_in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item]) -> list[T]:
     """What `call` returns for `items`, a value per item, with the items divided among forks, at most as many as there
     are cores.
 
@@ -122,7 +122,7 @@ def _be_fork(
         if output is not None:
             os.dup2(output, 1)
             os.dup2(output, 2)
-            prepare_streams()
+            make_stdio_robust()
         value = work()
         _flush()  # first: the parent kills this process as soon as it has the value
         sent.send(value)

@@ -28,7 +28,7 @@ def usable_gpus() -> tuple[Gpu, ...]:
 
     try:
         handles = _handles()
-        if "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(_is_divided, handles)):
+        if "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(_has_mig_instances, handles)):
             return _gpus_of_torch()  # CUDA counts MIG instances, not whole GPUs
         return tuple(
             Gpu(pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
@@ -40,13 +40,13 @@ def usable_gpus() -> tuple[Gpu, ...]:
         return () if error.value in no_driver and not any(map(os.path.exists, _DRIVERS)) else _gpus_of_torch()
 
 
-def devices_here() -> str:
+def describe_devices() -> str:
     """The devices of this machine, as `device` and an error name them: `cpu, cuda (2 x NVIDIA H200)`."""
     names = Counter(gpu.name for gpu in usable_gpus())
     return f"cpu, cuda ({', '.join(f'{number} x {name}' for name, number in names.items())})" if names else "cpu"
 
 
-def look_again() -> None:
+def refresh_gpus() -> None:
     """Clear the cache of `usable_gpus`: a GPU may have failed since."""
     import pynvml
 
@@ -56,7 +56,7 @@ def look_again() -> None:
         pynvml.nvmlShutdown()
 
 
-def _is_divided(handle: Any) -> bool:
+def _has_mig_instances(handle: Any) -> bool:
     """Whether the GPU is divided into MIG instances."""
     import pynvml
 
@@ -95,11 +95,11 @@ def _handles() -> tuple[Any, ...]:
     uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     return tuple(
         handles[entry] if isinstance(entry, int) else pynvml.nvmlDeviceGetHandleByUUID(entry)
-        for entry in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+        for entry in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
     )
 
 
-def visible(setting: str | None, uuids: Sequence[str]) -> list[int | str]:
+def visible_gpus(setting: str | None, uuids: Sequence[str]) -> list[int | str]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, by number or, for MIG instances, by UUID.
 
     As in CUDA, entries are numbers or prefixes of UUIDs, and end at the first that is unknown, ambiguous or repeated.

@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Stopped(KeyboardInterrupt):
+class StopRequested(KeyboardInterrupt):
     """The command was asked to end by SIGTERM or SIGUSR1."""
 
 
 class Interrupt:
     """Remembers whether the command was asked to end, as an exception can be lost in a library's callback."""
 
-    def __init__(self, at_once: bool, on_stop: Callable[[], None] | None) -> None:
+    def __init__(self, immediately: bool, on_stop: Callable[[], None] | None) -> None:
         self._asked: type[KeyboardInterrupt] | None = None
-        self._at_once, self._on_stop = at_once, on_stop
+        self._immediately, self._on_stop = immediately, on_stop
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number in STOPS and self._on_stop is not None:
+        if number in STOP_SIGNALS and self._on_stop is not None:
             self._on_stop()
             return
-        self._asked = Stopped if number in STOPS else KeyboardInterrupt
-        if self._at_once:
+        self._asked = StopRequested if number in STOP_SIGNALS else KeyboardInterrupt
+        if self._immediately:
             raise self._asked
 
     def check(self) -> None:
@@ -40,14 +40,15 @@ class Interrupt:
 
 
 @contextmanager
-def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = None) -> Iterator[Interrupt]:
-    """Inside, each signal raises KeyboardInterrupt, `at_once` or only in `check`; it is raised anew if a library turned
-    it into another exception. SIGTERM and SIGUSR1 raise its subclass Stopped or, with `on_stop`, call that instead.
+def catch_interrupts(*, immediately: bool = True, on_stop: Callable[[], None] | None = None) -> Iterator[Interrupt]:
+    """Inside, each signal raises KeyboardInterrupt, `immediately` or only in `check`; it is raised anew if a library
+    turned it into another exception. SIGTERM and SIGUSR1 raise its subclass StopRequested or, with `on_stop`, call that
+    instead.
     """
-    interrupt = Interrupt(at_once, on_stop)
+    interrupt = Interrupt(immediately, on_stop)
     # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` must still end it. nohup, which
     # ignores SIGHUP so that the command goes on, is respected.
-    numbers = [signal.SIGINT, *STOPS]
+    numbers = [signal.SIGINT, *STOP_SIGNALS]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = [(number, signal.signal(number, interrupt)) for number in numbers]
@@ -62,13 +63,13 @@ def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = 
 
 
 @contextmanager
-def deferred_signals() -> Iterator[Callable[[], None]]:
+def defer_signals() -> Iterator[Callable[[], None]]:
     """Around a fork: defers signals to its end. An exception raised by a handler in an at-fork callback (such as
     logging's) would be printed and lost. Yields a function that ends the deferral, for the child, which begins inside.
 
     A signal mask would not do: it covers a single thread, and the kernel would hand the signal to NumPy's threads.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, *STOPS)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)}
     ours = {number: handler for number, handler in handlers.items() if callable(handler)}
     waiting: list[int] = []
 
@@ -86,7 +87,7 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
         restore()
 
 
-def import_apart(*modules: str) -> None:
+def import_in_thread(*modules: str) -> None:
     """Import modules, and with them torch, in a thread, so that an interrupt takes effect here, at once.
 
     Raised in an import, a KeyboardInterrupt can end in an abort of torch's C++ with pages of traceback, become an

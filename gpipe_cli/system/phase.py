@@ -52,14 +52,14 @@ def phase(doing: str, title: str | None = None) -> bool:
     if not sys.stdout.isatty():
         end_phase()
         if line.piped:
-            line.timer = Timer(_LONG_SECONDS, _write_apart, (doing,))
+            line.timer = Timer(_LONG_SECONDS, _write_line, (doing,))
             line.timer.daemon = True
             line.timer.start()
         return False
     line.title = line.title if title is None else title
-    room = shutil.get_terminal_size().columns - 1
-    whole = f"{line.title}: {doing} ..."
-    _write(line, whole if line.title and len(whole) <= room else f"{doing} ..."[:room])
+    columns = shutil.get_terminal_size().columns - 1
+    text = f"{line.title}: {doing} ..."
+    _write(line, text if line.title and len(text) <= columns else f"{doing} ..."[:columns])
     return True
 
 
@@ -80,7 +80,7 @@ def _write(line: _Line, text: str) -> None:
     line.shown = len(text)
 
 
-def _write_apart(doing: str) -> None:
+def _write_line(doing: str) -> None:
     with suppress(OSError):  # the next line that the command itself writes raises it again
         sys.stdout.write(f"{doing} ...\n")
         sys.stdout.flush()

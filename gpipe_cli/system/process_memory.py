@@ -16,12 +16,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def own_bytes() -> int:
+def anonymous_bytes() -> int:
     """The anonymous memory (RssAnon) of this process in bytes; in a worker that begins, all that its imports left."""
     return _resident_bytes("RssAnon")
 
 
-def library_bytes(device: torch.device, bytes_at_start: int) -> int:
+def overhead_bytes(device: torch.device, bytes_at_start: int) -> int:
     """The bytes of libraries in a stage's memory: `bytes_at_start`, which importing them left, and code that has run.
 
     0 on a GPU, whose allocator holds tensors only, and on systems that do not tell (other than Linux).

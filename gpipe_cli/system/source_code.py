@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import TypedDict
 
-_PATIENCE_SECONDS = 1.0  # limit of each call of git: the disk may be slow, and no run should wait for it
+_GIT_TIMEOUT_SECONDS = 1.0  # limit of each call of git: the disk may be slow, and no run should wait for it
 
 
 class Commit(TypedDict):
@@ -35,7 +35,7 @@ def _git(file: Path, *arguments: str) -> str | None:
             env=environment | {"GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_PATIENCE_SECONDS,
+            timeout=_GIT_TIMEOUT_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):

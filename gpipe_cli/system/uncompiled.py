@@ -12,7 +12,7 @@ import torch
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def left_by_compiler(function: _Function) -> _Function:
+def skip_compiler(function: _Function) -> _Function:
     """The function, run as it is where a program compiles its caller: the compiler would enter the engine, and compile
     each of its functions again and again."""
 
@@ -24,7 +24,7 @@ def left_by_compiler(function: _Function) -> _Function:
 
 
 @cache
-def leave_out_compiler() -> None:
+def avoid_dynamo_import() -> None:
     """Let operations on the meta device, and the constructors of optimizers, run without torch._dynamo.
 
     Torch wraps the functions that its compiler must not enter. At the first call of each, the wrapper imports the

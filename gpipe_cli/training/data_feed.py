@@ -35,7 +35,7 @@ from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.step_schedule import mini_batch_samples
-from gpipe_cli.system.files import read_bytes, write_whole
+from gpipe_cli.system.files import read_bytes, write_atomic
 from gpipe_cli.system.machine import free_shared_memory_bytes, usable_cores, usable_memory_bytes
 from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import Progress, read_index, run_folder_of
@@ -63,7 +63,8 @@ class SplitReader:
         return torch.full((self.batches.split_index.samples,), -1, dtype=torch.int32)
 
     def watch(self, control: ControlGroup) -> None:
-        """From now on `control.stops` tells all processes if a mini-batch cannot be read, and nothing is raised."""
+        """From now on `control.any_stop_asked` tells all processes if a mini-batch cannot be read, and nothing is
+        raised."""
         if (prefetched := self.prefetched) is None:
             return
         asked, prefetched.gives_zeros = control.reason, True
@@ -76,7 +77,7 @@ class SplitReader:
 
     def check_read(self, control: ControlGroup) -> None:
         """Raises UnreadableError, in all processes, once a mini-batch could not be read."""
-        if control.stops() >= Stop.UNREADABLE:
+        if control.any_stop_asked() >= Stop.UNREADABLE:
             whys = control.collect("" if self.prefetched is None else self.prefetched.unreadable)
             raise UnreadableError(next(filter(None, whys)))
 
@@ -345,11 +346,11 @@ class Data:
         assert self._splits is not None
         vocabulary = _tokenizer_of(self._splits[0])
         if isinstance(vocabulary, SentencePieceTokenizer):
-            write_whole(folder / VOCABULARY, vocabulary.model)
+            write_atomic(folder / VOCABULARY, vocabulary.model)
         elif isinstance(vocabulary, HFTokenizer):
             for name, content in vocabulary.files.items():
                 (folder / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
-                write_whole(folder / TOKENIZER / name, content)
+                write_atomic(folder / TOKENIZER / name, content)
 
 
 def _split_fingerprint(split: Split) -> tuple[int, str | None, tuple[str, ...]]:
@@ -425,7 +426,7 @@ def choose_loaders(config: TrainConfig, layout: Layout, split: Split) -> tuple[i
     """The number of loader processes, `data_workers` or what suits the data set, and how many mini-batches each of them
     prepares ahead: so many, and so few processes, that the batches of all pipelines on this machine take at most a
     quarter of its memory. Raises InputError if the first sample of `split` cannot be read."""
-    pipelines, workers = layout.first_stages_here, config.data_workers
+    pipelines, workers = layout.local_first_stages, config.data_workers
     if workers is None and config.text:
         workers = 0  # a batch of text is a few look-ups, cheaper than sending it between processes
     elif workers is None:

@@ -26,7 +26,7 @@ from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_sta
 class WorkerProcess:
     """What a task is given by the worker process that runs it."""
 
-    number: int
+    rank: int
     connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # connects to the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
     on_action: OnAction = ignore_action  # called before every action of the pipeline
@@ -72,7 +72,7 @@ class Engine(PipelinePart):
         with ExitStack() as stack:
             if averages:
                 for average in self.averages.values():
-                    stack.enter_context(average.applied())
+                    stack.enter_context(average.use_averages())
             for stage in self.stages.values():
                 stage.set_training(False)
                 stack.callback(stage.set_training, True)
@@ -99,7 +99,7 @@ def build_engine(
     Frozen parameters are in no optimizer; the optimizer of a stage without trainable parameters is None.
     """
     process = control.rank
-    spec = replace(spec, layout=spec.layout.seen_by(process))
+    spec = replace(spec, layout=spec.layout.for_rank(process))
     model, whole = build_model(config, pretrained=pretrained), full_model_builder(config, pretrained=pretrained)
     freeze(model, spec.frozen)
     stages = {

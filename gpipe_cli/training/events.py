@@ -99,9 +99,9 @@ class StepDone:
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far
     without_core: tuple[float, ...]  # per stage, the share of its computing time without a core; 0 on a GPU
-    # The next two are counted in one of the first steps, `library_bytes` also in the first; else they are None.
+    # The next two are counted in one of the first steps, `overhead_bytes` also in the first; else they are None.
     activation_bytes: tuple[int, ...] | None  # per stage, the most bytes of activations saved at once
-    library_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; None on GPUs
+    overhead_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; None on GPUs
 
 
 @dataclass(frozen=True)

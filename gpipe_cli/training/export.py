@@ -29,7 +29,7 @@ from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfi
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
 from gpipe_cli.data.images import centre_crop_ratio, find_images
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.distributed.control_group import BlockedOn
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.preprocessing import PREPROCESSOR
 from gpipe_cli.models.timm_models import timm_arguments
@@ -37,7 +37,7 @@ from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_
 from gpipe_cli.pipeline.runtime.tied_weights import canonical_names, find_ties
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import to_device
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
@@ -56,7 +56,7 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
     Raises InputError for a model that cannot be exported in this format, and for missing evaluation data.
     """
     control, _ = process.connect()
-    with control.waits(Awaited.COMPILER):  # minutes, for a large model
+    with control.blocked_on(BlockedOn.COMPILER):  # minutes, for a large model
         model = whole_model(config.training, checkpoint)
         facts = _file_metadata(config, checkpoint, model)
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
@@ -67,14 +67,14 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
         match config.format:
             case "safetensors":  # which refuses a tensor under two names
                 once = {name: tensor for name, tensor in tensors.items() if name not in facts.get("tied", {})}
-                write_whole(file, safetensors_parts(_make_contiguous(once), {"format": "pt", **texts}))
+                write_atomic(file, safetensors_parts(_make_contiguous(once), {"format": "pt", **texts}))
             case "torch":
                 content = io.BytesIO()
                 torch.save({"state_dict": _make_contiguous(tensors), "metadata": facts}, content)
-                write_whole(file, [content.getbuffer()])
+                write_atomic(file, [content.getbuffer()])
             case "onnx":
                 serialized, any_batch = onnx_content(config.training, model, texts, threads)
-                write_whole(file, serialized)
+                write_atomic(file, serialized)
                 contents = "for batches of any size" if any_batch else "for one sample at a time"
             case "hf":
                 more, dataset = saved_tokenizer(Path(config.run)), config.training.dataset
@@ -157,7 +157,7 @@ def evaluate_file(
 
     `config` has the settings of the run that wrote `checkpoint`, of which `file` was made; `spec` has a single process.
     """
-    data = Data(config, spec, process.number, None, checkpoint)
+    data = Data(config, spec, process.rank, None, checkpoint)
     control, _ = process.connect()
     test = data.reader(control, "test")
     device = torch.device("cpu" if form == "onnx" else spec.layout.devices[0])
@@ -167,7 +167,7 @@ def evaluate_file(
         sizes = micro_batch_sizes(test.batches.size(0, position), config.micro_batches)
         mini_batch = MiniBatch(test, 0, position)
         objective = build_loss(config, mini_batch.targets(), sizes, 0.0, device)
-        with control.waits(Awaited.DATA):
+        with control.blocked_on(BlockedOn.DATA):
             inputs = mini_batch.inputs()
         assert objective is not None, "a single process has the targets"
         assert inputs is not None, "and the inputs"

@@ -15,7 +15,7 @@ from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models.hugging_face_weights import as_transformers, find_file
 from gpipe_cli.models.preprocessing import RESAMPLE
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.system.files import put_in_place
+from gpipe_cli.system.files import replace_file
 
 CONFIG_FILE, GENERATION = "config.json", "generation_config.json"
 MAX_SHARD_BYTES = 2**62  # bytes: a single file, as in all other formats
@@ -46,7 +46,7 @@ def write_folder(
         for path in [path for path in written if path.is_file()]:
             place = folder / path.relative_to(staging)
             place.parent.mkdir(parents=True, exist_ok=True)
-            put_in_place(path, place)
+            replace_file(path, place)
     return len({parameter.data_ptr() for parameter in model.state_dict().values()})
 
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS
+from gpipe_cli.assembly.build import AUTOCAST_DTYPE, MEMORY_FORMATS
 from gpipe_cli.assembly.optimizer import gradients_of
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.errors import InputError
@@ -116,7 +116,7 @@ def build_part(
     """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those of
     other processes, and of other replicas."""
     layout = spec.layout
-    rank_in_pipeline = process % layout.of_pipeline
+    rank_in_pipeline = process % layout.processes_per_pipeline
     device = torch.device(layout.device_of(process))
     memory_format = MEMORY_FORMATS[spec.memory_format]
     boundaries = Boundaries(spec.training_boundaries, spec.evaluation_boundaries, memory_format, spec.layer_names)
@@ -149,7 +149,7 @@ def build_stage(spec: PipelineCut, index: int, layers: nn.Sequential, run_seed: 
         device=torch.device(spec.layout.devices[index]),
         run_seed=run_seed,
         memory_format=MEMORY_FORMATS[spec.memory_format],
-        autocast_dtype=COMPUTED_IN[spec.precision],
+        autocast_dtype=AUTOCAST_DTYPE[spec.precision],
         compiled=spec.compile,
     )
     stage.set_training(True)

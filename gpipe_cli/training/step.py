@@ -26,7 +26,7 @@ from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, set_lea
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.images import normalize
-from gpipe_cli.distributed.control_group import Awaited, global_norm
+from gpipe_cli.distributed.control_group import BlockedOn, global_norm
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.replicas import Replicas
@@ -34,8 +34,8 @@ from gpipe_cli.pipeline.runtime.step_timings import MARKS_PER_ACTION, MARKS_PER_
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.named_schedules import forward_only
 from gpipe_cli.schedule.schedule import Schedule
-from gpipe_cli.system.accelerator import to_device, to_host, using_device
-from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
+from gpipe_cli.system.accelerator import copy_to_host_async, to_device, using_device
+from gpipe_cli.system.process_memory import overhead_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import MiniBatch, SplitReader
 from gpipe_cli.training.engine import Engine
 
@@ -46,7 +46,7 @@ class StageMetrics:
 
     memory_bytes: float  # peak memory so far
     activation_bytes: float  # most bytes of activations saved at once in this step; 0 if not counted
-    library_bytes: float  # memory of the process's libraries; 0 if not counted, and on a GPU
+    overhead_bytes: float  # memory of the process's libraries; 0 if not counted, and on a GPU
     without_core: float  # share of the stage's computing time without a core; 0 on a GPU
 
 
@@ -83,7 +83,7 @@ def run_one_micro_batch(engine: Engine, mini_batch: MiniBatch, schedule: Schedul
     inputs = None
     targets = mini_batch.targets() if engine.has_last else None
     if (prefetched := mini_batch.reader.prefetched) is not None:
-        with engine.control.waits(Awaited.DATA):
+        with engine.control.blocked_on(BlockedOn.DATA):
             whole = prefetched.peek()
         inputs = to_first_device(engine.config, engine.spec, tuple(tensor[:samples] for tensor in whole))
     if targets is not None:
@@ -112,13 +112,13 @@ def compute_gradients(
     for k, stage in engine.stages.items():
         device = torch.device(engine.spec.layout.devices[k])
         saved = stage.counter.peak_bytes if counts else 0
-        libraries = 0 if bytes_at_start is None else library_bytes(device, bytes_at_start)
+        libraries = 0 if bytes_at_start is None else overhead_bytes(device, bytes_at_start)
         stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, timings.without_core(k))
     norms = gradient_norms(engine.gradients_in_norm())
     totals = None if objective is None else objective.totals_async()
     owned_parameters = [parameter for k in engine.stages for parameter in engine.owned_parameters(k).values()]
     have = [index for index, parameter in enumerate(owned_parameters) if parameter.grad is not None]
-    padded = partial(_pad_norms, to_host(norms), have, engine.spec.max_parameter_tensors)
+    padded = partial(_pad_norms, copy_to_host_async(norms), have, engine.spec.max_parameter_tensors)
     return PendingMetrics(timings, stages, totals, norms, padded)
 
 
@@ -129,9 +129,9 @@ def update_weights(engine: Engine, pending: PendingMetrics, rate: float) -> None
     if largest:
         norms = pending.norms
         if control.size > 1:
-            with control.waits(Awaited.PROCESS):  # see `gather_metrics`
+            with control.blocked_on(BlockedOn.PROCESS):  # see `gather_metrics`
                 padded = pending.read_norms()
-            gathered = control.gather(padded)()[: engine.spec.layout.of_pipeline]
+            gathered = control.gather(padded)()[: engine.spec.layout.processes_per_pipeline]
             norms = _drop_padding(gathered).to(norms.device)
         clip_gradients(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
@@ -156,7 +156,7 @@ def evaluate(engine: Engine, test: SplitReader) -> Totals:
         _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
             launched.append(objective.totals_async())
-    with engine.control.waits(Awaited.PROCESS):  # see `gather_metrics`
+    with engine.control.blocked_on(BlockedOn.PROCESS):  # see `gather_metrics`
         for totals in launched:
             total += totals()
     return _sum(engine.control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
@@ -215,7 +215,7 @@ def _run(
     targets = mini_batch.targets() if engine.has_last else None
     objective = build_loss(engine.config, targets, shard.sizes, label_smoothing, engine.last_device)
     if shard.sizes:
-        with engine.control.waits(Awaited.DATA):
+        with engine.control.blocked_on(BlockedOn.DATA):
             inputs = mini_batch.inputs()
     inputs = to_first_device(engine.config, engine.spec, inputs)
     timings = engine.executor.run(
@@ -230,7 +230,7 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
     converted to the clock of process 0."""
     spec, control = engine.spec, engine.control
     sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.max_parameter_tensors
-    max_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.of_pipeline))
+    max_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.processes_per_pipeline))
 
     def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sums, stages, norms, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
@@ -240,7 +240,7 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
     to_sums, to_stages, to_norms, to_recording = parts(vector)
     for k, stage_metrics in pending.stages.items():
         to_stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
-    with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
+    with control.blocked_on(BlockedOn.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
         if pending.totals is not None:
             to_sums.copy_(torch.tensor(astuple(pending.totals()), dtype=torch.float64))
         to_norms.copy_(pending.read_norms())
@@ -254,7 +254,7 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
     def metrics() -> StepMetrics:
         all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
         recorded: list[list[float]] = [[]] * spec.partitions
-        for process in range(spec.layout.of_pipeline):
+        for process in range(spec.layout.processes_per_pipeline):
             of_process = iter(recordings[process].tolist())
             for stage in spec.layout.stages_of(process):
                 recorded[stage] = list(
@@ -262,7 +262,7 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
                 )
         _check_gradients_agree(engine, all_norms)
         largest = torch.stack(all_stages).amax(dim=0).tolist()  # over processes, and so over replicas
-        norm = float(global_norm(_drop_padding(all_norms[: spec.layout.of_pipeline])))
+        norm = float(global_norm(_drop_padding(all_norms[: spec.layout.processes_per_pipeline])))
         stages = tuple(StageMetrics(*values) for values in largest)
         return StepMetrics(_sum(all_sums), norm, stages, recorded)
 
@@ -279,7 +279,7 @@ def _check_gradients_agree(engine: Engine, norms: Sequence[torch.Tensor]) -> Non
     different norms in two replicas: their weights would diverge. `norms`, (P,) each, are those of all processes."""
     spec = engine.spec
     for process, process_norms in enumerate(norms):
-        first_norms = norms[process % spec.layout.of_pipeline]
+        first_norms = norms[process % spec.layout.processes_per_pipeline]
         close = torch.isclose(process_norms, first_norms, rtol=1e-3, equal_nan=True)
         place = int(close.int().argmin())  # the first that is not close, if any
         if close[place]:

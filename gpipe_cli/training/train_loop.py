@@ -20,7 +20,7 @@ from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig,
 from gpipe_cli.config.settings import DecodeConfig, SplitName, TrainConfig, to_yaml
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.splits import Splits
-from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Stop
+from gpipe_cli.distributed.control_group import BlockedOn, ControlGroup, Stop
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.pipeline.profile.layer_probes import checking_repeatability
@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.runtime.randomness import restoring_rng_state
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.system.accelerator import device_name
-from gpipe_cli.system.process_memory import own_bytes
+from gpipe_cli.system.process_memory import anonymous_bytes
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.background_writer import CheckpointWriter
 from gpipe_cli.training.checkpoint.files import Progress, checkpoint_path, clean_staging, link_checkpoint_into
@@ -69,9 +69,9 @@ def train(
     config = replace(config, resume=decision.resume)
 
     # --- 1. Find the starting point; open the data, start its loaders --------------------------------------------
-    bytes_at_start = own_bytes()
+    bytes_at_start = anonymous_bytes()
     start = initial_progress(config, source)
-    data = Data(config, spec, process.number, start, source, only_steps=only_steps)
+    data = Data(config, spec, process.rank, start, source, only_steps=only_steps)
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
@@ -141,13 +141,13 @@ class Training:
             tests = self.milestones.evaluates_after(step)
             saves = self.milestones.saves_after(step)
             ends = step == self.milestones.end_step
-            reason = self.engine.control.stops()
+            reason = self.engine.control.any_stop_asked()
             if tests or saves or reason or ends:
                 self._gather_pending()()
             best = False
             if tests and reason < Stop.UNREADABLE:
                 best = self._evaluate()
-                reason = max(reason, self.engine.control.stops())
+                reason = max(reason, self.engine.control.any_stop_asked())
             stops = (reason and not ends) or reason >= Stop.UNREADABLE
             saves = best or saves or (stops and not self.milestones.only_steps)
             # a checkpoint is written in the background of the next steps
@@ -213,7 +213,7 @@ class Training:
         score, evaluated = self._evaluate_split(
             "test" if self.readers.validation is None else "validation", step, epoch
         )
-        if self.engine.control.stops() == Stop.SIGPIPE_EXIT:
+        if self.engine.control.any_stop_asked() == Stop.SIGPIPE_EXIT:
             return False
         best = is_best(score, progress)
         tested = events.EvalRecord(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
@@ -264,7 +264,7 @@ def evaluate_checkpoint(
     config: TrainConfig, decode: DecodeConfig, checkpoint: Path, spec: PipelineSpec, process: WorkerProcess
 ) -> None:
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
-    data = Data(config, spec, process.number, None, checkpoint)
+    data = Data(config, spec, process.rank, None, checkpoint)
     control, groups = process.connect()
     test = data.reader(control, "test")
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=False)
@@ -317,7 +317,7 @@ def _step_message(
     _, epoch_cross_entropy, epoch_top1, _ = of_epoch.means
     progress = step.progress
     epoch, position = progress.epoch, progress.position
-    library_bytes = tuple(int(stage.library_bytes) for stage in metrics.stages)
+    overhead_bytes = tuple(int(stage.overhead_bytes) for stage in metrics.stages)
     return events.StepDone(
         step=progress.step,
         epoch=epoch + 1,
@@ -339,7 +339,7 @@ def _step_message(
         activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages)
         if step.activations_counted
         else None,
-        library_bytes=library_bytes if any(library_bytes) else None,
+        overhead_bytes=overhead_bytes if any(overhead_bytes) else None,
     )
 
 
@@ -385,7 +385,7 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     positions = range(batches.steps_per_epoch)
     sizes = sorted({size for position in positions for size in batches.shard(0, position).sizes})
     began = time.perf_counter()
-    with engine.control.waits(Awaited.COMPILER):
+    with engine.control.blocked_on(BlockedOn.COMPILER):
         compiled = engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
     parts = engine.control.collect((compiled, time.perf_counter() - began), patient=True)
     return events.LayersCompiled(

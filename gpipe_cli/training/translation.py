@@ -25,7 +25,7 @@ from gpipe_cli.data.corpora import target_language
 from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
-from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.distributed.control_group import BlockedOn
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.schedule.named_schedules import forward_only
@@ -223,7 +223,9 @@ def decode(
             shape = len(rows), 1 + wanted, 2
             table = torch.zeros(shape, dtype=torch.float64)
             if objective is not None and shard_rows:
-                with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while it waits for another process
+                with control.blocked_on(
+                    BlockedOn.PROCESS
+                ):  # reading from a GPU blocks while it waits for another process
                     table[shard.samples] = objective.table()
             # a single process has the candidates of a row, and all others have 0
             candidates = iter(torch.stack(control.gather(table.flatten())()).sum(dim=0).view(shape).tolist())

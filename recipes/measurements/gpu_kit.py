@@ -41,7 +41,7 @@ from torch.profiler import profile
 from gpipe_cli import Pipeline
 from gpipe_cli.pipeline.runtime.stage_graphs import StageCudaGraphs
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.machine import cpu_model
 from gpipe_cli.training import pipeline_part
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 limit, cache = min(options.seconds, left), options.folder.resolve() / "layers"
                 rows.append(perform([*command, *place], Path(folder), limit, cache))
             table = to_markdown(Table.of_rows(title, map(Column, ("what", "held", "figures")), rows))
-            write_whole(options.folder / "gpu_kit.md", f"{table}\n")
+            write_atomic(options.folder / "gpu_kit.md", f"{table}\n")
             print(*rows[-1], sep="  ", flush=True)
     return 0 if all(held == "yes" for _, held, _ in rows) else 1
 

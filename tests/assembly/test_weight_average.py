@@ -75,7 +75,7 @@ def test_applied_and_back_again_bit_for_bit() -> None:
     live = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
     kept = {name: tensor.clone() for name, tensor in average.average.items()}
 
-    with suppress(KeyError), average.applied():
+    with suppress(KeyError), average.use_averages():
         assert_same_tensors(layers.state_dict(), live | kept)
         raise KeyError("something goes wrong inside")
     assert_same_tensors(layers.state_dict(), live)

@@ -13,14 +13,14 @@ from tape import TapeMaker
 from training_runs import TINY, configure
 
 from gpipe_cli.benchmark import machine_timing as timing
-from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure, slowest_copies
+from gpipe_cli.benchmark.layer_benchmark import TimingJob, TimingResult, measure, slowest_copies
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.commands.prepare import prepare
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.distributed.rendezvous import decided_by_first, store
+from gpipe_cli.distributed.rendezvous import broadcast_text, store
 from gpipe_cli.planner import data_sheet
-from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
+from gpipe_cli.planner.cost_model import MeasuredCosts, StepCosts
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
@@ -33,7 +33,7 @@ from gpipe_cli.training.engine import WorkerProcess
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(timing, "_costs_of_command", {})
     return tmp_path / "gpipe" / "costs"
 
 
@@ -44,7 +44,7 @@ def machine_is_not_timed() -> None:
 
 def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[str]]:
     """The costs for a command that has timed nothing yet, and what it says."""
-    timing._known.clear()
+    timing._costs_of_command.clear()
     lines: list[str] = []
     return step_costs(config, profile, layout_of(config), lines.append), lines
 
@@ -53,7 +53,7 @@ def test_every_layer_is_timed_once_for_all_micro_batches(cache: Path) -> None:
     settings = [*TINY, "ema_decay=0.9", "freeze=[stem]"]
     config, profile = configure(*settings, "partitions=2"), traced(*settings)
     costs, lines = timed(config, profile)
-    assert costs.basis == "timed_layers"
+    assert costs.cost_source == "timed_layers"
     assert costs.source == "layers timed on this machine, 2 and 4 samples at a time"
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
     assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
@@ -67,7 +67,7 @@ def test_every_layer_is_timed_once_for_all_micro_batches(cache: Path) -> None:
     # what layers do not depend on changes nothing; neither does a number of epochs
     assert timed(replace(config, epochs=99, recompute="never"), profile) == (costs, [])
     other, lines = timed(replace(config, micro_batches=2), profile)
-    assert (other.known, lines) == (costs.known, [])
+    assert (other.rates, lines) == (costs.rates, [])
     linked, lines = timed(replace(config, hardware=replace(config.hardware, link_microseconds=5e6)), profile)
     assert linked.edges[0].forward_seconds > 5
     assert lines == []
@@ -76,7 +76,7 @@ def test_every_layer_is_timed_once_for_all_micro_batches(cache: Path) -> None:
     assert whole.count("0.0")
     for damaged in ("{", whole.replace("0.0", "0.1", 1)):
         file.write_text(damaged, encoding="utf-8")
-        assert timing._remembered(file) is None
+        assert timing._read_cache(file) is None
     # being told to, once for each command
     again = replace(config, cost="measured_anew")
     assert len(timed(again, profile)[1]) == 1
@@ -101,7 +101,7 @@ def test_where_stages_are_replayed_layers_are_timed_so(monkeypatch: pytest.Monke
     maker, found = TapeMaker(), list[Any]()
     monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: maker)
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), found.append)
-    measure(Timing(config, whole, layers, (2, 4), 0.0, True, layers.layout.threads), whole, process)
+    measure(TimingJob(config, whole, layers, (2, 4), 0.0, True, layers.layout.threads), whole, process)
     (of_layers,) = found
     for seconds in of_layers.seconds:
         assert [all(value > 0 for value in layer) for layer in seconds] == [False] + [True] * 6
@@ -152,7 +152,7 @@ def test_what_cannot_be_timed_is_planned_by_the_data_sheet(cache: Path, monkeypa
 )
 def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
     costs, lines = timed(configure(*TINY, settings), traced(*TINY))
-    assert (costs.basis, lines) == ("data_sheet", [])
+    assert (costs.cost_source, lines) == ("data_sheet", [])
     assert not cache.exists()
 
 
@@ -170,7 +170,7 @@ def test_torchruns_first_process_decides_also_for_a_later_start(monkeypatch: pyt
     for rank, text in ((0, "timed"), (1, "not asked"), (0, "timed again")):
         monkeypatch.setenv("RANK", str(rank))
         store.cache_clear()
-        found.append(decided_by_first("costs", lambda text=text: text))
+        found.append(broadcast_text("costs", lambda text=text: text))
     store.cache_clear()
     assert found == ["timed"] * 3
 
@@ -197,9 +197,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
         alone = [(SECONDS[data_sheet.gpu_of(spec.layout.devices[0])],) * 3] * sum(
             map(len, task.args[0].segments.layer_names)
         )
-        on_message(Timed((alone, alone), [1e-4] * len(alone), 1e-3, 1.0, 1.0, (1.0, 1.0), (1e-5, 3e11)))
+        on_message(TimingResult((alone, alone), [1e-4] * len(alone), 1e-3, 1.0, 1.0, (1.0, 1.0), (1e-5, 3e11)))
 
-    monkeypatch.setattr(data_sheet, "torch_is_built_for", lambda: True)
+    monkeypatch.setattr(data_sheet, "torch_supports_accelerator", lambda: True)
     monkeypatch.setattr(data_sheet, "usable_gpus", lambda: here)
     monkeypatch.setattr(timing, "driver_version", lambda: "600.1")
     monkeypatch.setattr(timing, "run_task", report)
@@ -212,8 +212,8 @@ def test_of_different_gpus_the_slowest_counts(cache: Path, gpus: list[Gpu]) -> N
     profile = profile_model(config)
     costs, lines = timed(config, profile)
     assert [layer.backward for layer in costs.layers] == pytest.approx([SECONDS[OTHER]] * len(profile.costs))
-    assert isinstance(costs.known, LayerTimes)
-    assert (costs.known.link_seconds, costs.known.link_byte_seconds) == (1e-5, pytest.approx(1 / 3e11))
+    assert isinstance(costs.rates, MeasuredCosts)
+    assert (costs.rates.link_seconds, costs.rates.link_byte_seconds) == (1e-5, pytest.approx(1 / 3e11))
     assert len(lines) == 1
     assert timed(config, profile) == (costs, [])
     timed(replace(config, precision="tf32"), profile)

@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.training.events import TrainingReady
-from gpipe_cli.verify.variants import Variant, within
+from gpipe_cli.verify.self_check import Variant, tolerance_row
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
@@ -122,6 +122,8 @@ def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
 
 
 def test_another_order_of_sums_has_a_tolerance() -> None:
-    rows = [within(Variant(1, 3, "1f1b", "never", "in_process"), d, 1e-5) for d in (0.0, 3.1e-7, 1.1e-5, math.nan)]
+    rows = [
+        tolerance_row(Variant(1, 3, "1f1b", "never", "in_process"), d, 1e-5) for d in (0.0, 3.1e-7, 1.1e-5, math.nan)
+    ]
     assert [row.verdict for row in rows] == ["identical", "within tolerance", "differs", "differs"]
     assert rows[-1].difference is None  # JSON has no such number

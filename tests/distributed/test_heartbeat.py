@@ -34,21 +34,21 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
     alone = Heartbeat(Torchrun(0, 2, 1, 0), "another start", LIMIT / 2)
     own = None
     try:
-        process, _ = wait_until(alone.lost, 20, "that the other one never begins")
+        process, _ = wait_until(alone.find_lost, 20, "that the other one never begins")
         assert process == 1
         wait_until(lambda: shared.check(["start/heartbeat/2"]), 20, "the other process")
         own, ends, fails = (beats(rank) for rank in (0, 1, 3))
         ends.stop(failed=False)
         until = time.monotonic() + 2 * LIMIT
         while time.monotonic() < until:
-            assert own.lost() is None
+            assert own.find_lost() is None
             time.sleep(0.05)
         assert other.pid is not None
         os.kill(other.pid, signal.SIGSTOP)
-        process, seconds = wait_until(own.lost, 20, "that the other one was stopped")
+        process, seconds = wait_until(own.find_lost, 20, "that the other one was stopped")
         assert (process, seconds > LIMIT) == (2, True)
         fails.stop(failed=True)
-        wait_until(lambda: own.lost() == (3, None), 20, "that one says it has failed")
+        wait_until(lambda: own.find_lost() == (3, None), 20, "that one says it has failed")
     finally:
         for heartbeat in filter(None, (alone, own)):
             heartbeat.stop(failed=False)
@@ -62,6 +62,6 @@ def test_whoever_is_blamed_has_not_kept_this_process_from_beating(monkeypatch: p
     monkeypatch.setenv("MASTER_PORT", "http")
     unable = beats(1)
     with pytest.raises(RuntimeError, match="heartbeat") as raised:
-        wait_until(unable.lost, 20, "an error")
+        wait_until(unable.find_lost, 20, "an error")
     assert isinstance(raised.value.__cause__, ValueError)
     unable.stop(failed=True)

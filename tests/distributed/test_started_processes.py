@@ -19,7 +19,7 @@ def test_the_processes_of_torchrun_know_their_places(monkeypatch: pytest.MonkeyP
     assert read_torchrun_env() is None
     for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "node7"), ("RANK", "2")):
         monkeypatch.setenv(name, value)
-    assert read_torchrun_env() == Torchrun(rank=2, processes=4, here=2, local_rank=0)
+    assert read_torchrun_env() == Torchrun(rank=2, world_size=4, local_world_size=2, local_rank=0)
 
 
 def test_waiting_for_process_0_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_waiting_for_process_0_can_be_interrupted(monkeypatch: pytest.MonkeyPatc
 def left_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The variables of another program, in two processes; a line names a wait at once."""
     store.cache_clear()
-    monkeypatch.setattr(rendezvous, "_SAID_SECONDS", 0)
+    monkeypatch.setattr(rendezvous, "_REPORT_AFTER_SECONDS", 0)
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):

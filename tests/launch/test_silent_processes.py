@@ -6,32 +6,32 @@ from dataclasses import replace
 import pytest
 from reporting_runs import spec
 
-from gpipe_cli.distributed.control_group import Activity, Awaited
+from gpipe_cli.distributed.control_group import Activity, BlockedOn
 from gpipe_cli.launch import supervisor
 from gpipe_cli.launch.job import Failure, Reason
-from gpipe_cli.launch.supervisor import SilenceTimer, Supervisor, cause_of
+from gpipe_cli.launch.supervisor import SilenceTimer, Supervisor, first_cause
 
-WORKS = Activity(7, Awaited.NOTHING, 1, 0, 0, 8, 0, 0)
-WAITS = replace(WORKS, awaited=Awaited.PROCESS)
-COMPILES = replace(WORKS, awaited=Awaited.COMPILER)
-READS = replace(WORKS, awaited=Awaited.DATA)
-PREPARES = Activity(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
+WORKS = Activity(7, BlockedOn.NOTHING, 1, 0, 0, 8, 0, 0)
+WAITS = replace(WORKS, blocked_on=BlockedOn.PROCESS)
+COMPILES = replace(WORKS, blocked_on=BlockedOn.COMPILER)
+READS = replace(WORKS, blocked_on=BlockedOn.DATA)
+PREPARES = Activity(0, BlockedOn.NOTHING, 0, 0, 0, 0, 0, 0)
 
 
 def test_a_process_that_nccl_has_ended_lost_another_one_or_failed_itself() -> None:
     """Which sends its own failure later, or is found silent; if all others lost a process, it has failed itself. On
     CPUs nothing aborts a process but a fault of it."""
     on_gpus, on_cpus = (
-        Supervisor(spec(devices=(device,) * 3, rank_of_stage=(0, 0, 1)), 5)._killed(0, -signal.SIGABRT)
+        Supervisor(spec(devices=(device,) * 3, rank_of_stage=(0, 0, 1)), 5)._exit_failure(0, -signal.SIGABRT)
         for device in ("cuda:0", "cpu")
     )
     later = Failure(1, "the cause", on_gpus.seconds + 1)
     lost_it = Failure(1, "no neighbour", on_gpus.seconds - 1, Reason.PEER)
     assert (on_gpus.reason, on_cpus.reason) == (Reason.ABORTED, Reason.LOST)
-    assert cause_of([on_gpus, later, lost_it]) is later
-    assert cause_of([lost_it, on_gpus]) is on_gpus
-    assert cause_of([on_cpus, later]) is on_cpus
-    assert cause_of([on_gpus]) is on_gpus
+    assert first_cause([on_gpus, later, lost_it]) is later
+    assert first_cause([lost_it, on_gpus]) is on_gpus
+    assert first_cause([on_cpus, later]) is on_cpus
+    assert first_cause([on_gpus]) is on_gpus
     assert "NCCL_DEBUG=WARN" in on_gpus.text
     assert on_cpus.text.startswith("the process of stages 0 and 1 was killed by signal 6 (SIGABRT)")
 
@@ -58,7 +58,10 @@ def test_who_is_silent_and_waits_for_no_other_is_to_blame(
     processes: dict[int, Activity], stopped: list[int], whole: bool, blamed: int | None, clock: list[float]
 ) -> None:
     watched = SilenceTimer(5, whole)
-    assert watched.find(processes | {0: replace(processes.get(0, WAITS), changes=1)}, stopped.__contains__) is None
+    assert (
+        watched.find(processes | {0: replace(processes.get(0, WAITS), progress_counter=1)}, stopped.__contains__)
+        is None
+    )
     found = []
     for _ in range(7):
         clock[0] += 1
@@ -69,7 +72,7 @@ def test_who_is_silent_and_waits_for_no_other_is_to_blame(
 
 def test_a_sign_of_life_counts_and_time_that_nobody_saw_does_not(clock: list[float]) -> None:
     watched = SilenceTimer(5, True)
-    alive = replace(WORKS, changes=8)
+    alive = replace(WORKS, progress_counter=8)
     an_hour = 3600  # Ctrl-Z, and fg
     for doing, passed in ((WORKS, 1.9), (WORKS, 1.9), (WORKS, 1.9), (alive, 1.9), (WORKS, an_hour), (WORKS, 1.9)):
         assert watched.find({0: doing}, [].__contains__) is None

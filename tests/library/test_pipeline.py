@@ -28,7 +28,7 @@ from gpipe_cli import Pipeline
 from gpipe_cli.config.schema import parse_config
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.library import parts
+from gpipe_cli.library import setup
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -379,14 +379,14 @@ def test_stages_are_placed_on_the_gpus_of_a_program(
     given: dict[str, Any], rank: int | None, gpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four GPUs, in one process or with a process of torchrun for each."""
-    monkeypatch.setattr(parts, "number_of_devices", lambda: 4)
-    started = None if rank is None else Torchrun(rank=rank, processes=4, here=4, local_rank=rank)
+    monkeypatch.setattr(setup, "number_of_devices", lambda: 4)
+    torchrun = None if rank is None else Torchrun(rank=rank, world_size=4, local_world_size=4, local_rank=rank)
     defaults = {
         "micro_batches": 4, "schedule": "gpipe", "recompute": "never", "balance": None, "devices": None, "seed": 0,
         "graphs": True, "precision": "float32", "executor": "in_process" if rank is None else "distributed",
     }  # fmt: skip
-    layout = parts.place(parse_config(parts.Arguments, defaults | given), started)
-    assert layout.seen_by(rank or 0).devices == tuple(f"cuda:{gpu}" for gpu in gpus.split())
+    layout = setup.place_on_devices(parse_config(setup.Arguments, defaults | given), torchrun)
+    assert layout.for_rank(rank or 0).devices == tuple(f"cuda:{gpu}" for gpu in gpus.split())
 
 
 ONES = torch.ones(4, 2)

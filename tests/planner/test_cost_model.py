@@ -12,14 +12,14 @@ from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.errors import format_value
 from gpipe_cli.planner.cost_model import (
     LayerSeconds,
-    LayerTimes,
+    MeasuredCosts,
     StepCosts,
     predicted_costs,
     slowdowns,
 )
 from gpipe_cli.planner.device_rates import (
     DeviceRates,
-    rates_of_sheet,
+    rates_of_data_sheet,
 )
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.make_plan import make_plan
@@ -38,7 +38,7 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
         load_hardware("h200"), tflops=2.0, memory_gb_per_second=4.0, operation_microseconds=3.0,
         link_gb_per_second=8.0, link_microseconds=100.0,
     )  # fmt: skip
-    costs = by_rates(traced(), rates_of_sheet(hardware, threads=8), partitions=2)
+    costs = by_rates(traced(), rates_of_data_sheet(hardware, threads=8), partitions=2)
     for cost, seconds in zip(traced().costs, costs.layers, strict=True):
         kinds = cost.forward.by_kind.values()  # each computes and moves bytes at the same time
         expected = sum(
@@ -50,11 +50,11 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
         returned = sum(tensor.bytes(2) for tensor in cost.outputs if tensor.has_gradient)
         assert edge.forward_seconds == pytest.approx(1e-4 + sent / 8e9)
         assert edge.backward_seconds == pytest.approx(1e-4 + returned / 8e9)
-    alone = by_rates(traced(), rates_of_sheet(hardware, threads=8))
+    alone = by_rates(traced(), rates_of_data_sheet(hardware, threads=8))
     assert {edge.forward_seconds for edge in alone.edges} == {0.0}
     # a CPU's sheet is that of one thread
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
-    rates = [rates_of_sheet(cpu, threads) for threads in (1, 4)]
+    rates = [rates_of_data_sheet(cpu, threads) for threads in (1, 4)]
     one, four = (by_rates(traced(), rate) for rate in rates)
     assert [slow.backward for slow in one.layers] == pytest.approx([4 * fast.backward for fast in four.layers])
 
@@ -65,8 +65,8 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     one, two = (configure(*settings, f"partitions={k}") for k in (1, 2))
     plans = [plan_of(config, traced()) for config in (one, two)]
     assert plans[1].step_seconds == pytest.approx(plans[0].step_seconds)
-    assert layout_of(two).at_once == 1
-    assert layout_of(configure(*settings, "partitions=2", "hardware=tpu_v2")).at_once == 2
+    assert layout_of(two).concurrent_devices == 1
+    assert layout_of(configure(*settings, "partitions=2", "hardware=tpu_v2")).concurrent_devices == 2
     pairs = ["partitions=4", "stages_per_process=2", "executor=auto", "micro_batches=4"]
     config = configure(*settings, *pairs, "hardware=tpu_v2")
     plan = plan_of(config, traced())
@@ -84,16 +84,16 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     assert slowdowns(4, 8, 1.5, 4) == pytest.approx(expected)
 
 
-def timed(*values: float) -> LayerTimes:
+def timed(*values: float) -> MeasuredCosts:
     """All layers alike: `values` of a micro-batch of two samples, and of one of 8 three times as many seconds."""
     count = len(traced().costs)
     sizes = [values] * count, [tuple(3 * value for value in values)] * count
-    return LayerTimes((2, 8), sizes, [0.1] * count, 0.25, 1.2, 3, (8, 2.0), 0.5, 1e-6)
+    return MeasuredCosts((2, 8), sizes, [0.1] * count, 0.25, 1.2, 3, (8, 2.0), 0.5, 1e-6)
 
 
 def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportion() -> None:
     config = configure(*EVEN, "partitions=3")
-    layout = replace(layout_of(config), at_once=3)
+    layout = replace(layout_of(config), concurrent_devices=3)
     predicted = partial(predicted_costs, config, traced(), layout)
     costs = predicted(timed(1.0, 2.0, 3.0))
     assert costs.layers[0] == LayerSeconds(1.0, 2.0, 3.0), "of micro-batches of two samples"
@@ -114,7 +114,7 @@ def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportio
 
 def test_the_halves_of_backwards() -> None:
     """By rates and as measured; 0 where they are not split."""
-    rates = rates_of_sheet(replace(load_hardware("h200"), operation_microseconds=0.0), threads=8)
+    rates = rates_of_data_sheet(replace(load_hardware("h200"), operation_microseconds=0.0), threads=8)
     profile = profile_model(configure(*EVEN, "schedule=zero_bubble"))
     costs = by_rates(profile, rates)
     for cost, seconds in zip(profile.costs, costs.layers, strict=True):

@@ -68,7 +68,7 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     found = layout_of(configure(*TINY, "partitions=5"), read_torchrun_env())
     assert found.rank_of_stage == (0, 0, 1, 1, 2)
     assert {found.devices[k] for k in range(5) if found.rank_of_stage[k] == rank} == {f"cuda:{local_rank}"}
-    assert found.first_stages_here == (1 if rank == 0 else 0), "the other machine loads nothing"
+    assert found.local_first_stages == (1 if rank == 0 else 0), "the other machine loads nothing"
 
 
 def test_limits_are_given_or_the_devices_own() -> None:

@@ -10,7 +10,7 @@ from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.pipeline_spec import placed
+from gpipe_cli.planner.pipeline_spec import spec_from_plan
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.schedule.simulator import EdgeCost
@@ -96,7 +96,7 @@ def test_a_devices_stages_share_its_memory() -> None:
 def test_a_spec_is_the_plans() -> None:
     config = configure(*EVEN, "partitions=2", "recompute=auto", "hardware.memory_gib=0.002")
     plan = plan_of(config, traced())
-    made = placed(plan)
+    made = spec_from_plan(plan)
     assert tuple(len(names) for names in made.layer_names) == plan.balance
     assert made.recompute == plan.recompute
     assert not isinstance(plan.recompute, str)

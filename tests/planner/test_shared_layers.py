@@ -16,12 +16,12 @@ from training_runs import TINY, configure, spec_of, train_here
 from gpipe_cli.commands.check_run import _Check
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner.shared_layers import Shared, check_cut, find_shared, keeping_together
+from gpipe_cli.planner.shared_layers import Shared, check_cut, ends_with_shared_layers_together, find_shared
 from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.training.checkpoint.files import find_checkpoint
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.engine import WorkerProcess
-from gpipe_cli.verify.variants import Row, check
+from gpipe_cli.verify.self_check import Row, check
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:], "executor=in_process"]
 CONTIGUOUS = "memory_format=contiguous"
@@ -118,15 +118,18 @@ def test_a_cut_that_is_chosen_keeps_together_what_is_shared() -> None:
         ]
         choose = functools.partial(partition, costs, partitions)
         if allowed:
-            found = choose(furthest=keeping_together(shared, layers, partitions, None))
+            found = choose(furthest=ends_with_shared_layers_together(shared, layers, partitions, None))
             assert found in allowed
             assert greatest(found) == min(map(greatest, allowed))
         else:
             with pytest.raises(NoCutFitsError):
-                choose(furthest=keeping_together(shared, layers, partitions, None))
+                choose(furthest=ends_with_shared_layers_together(shared, layers, partitions, None))
     rows = [[3, 3, 5, 6, 6, 6], [6] * 6]
-    assert keeping_together([], layers, 2, rows) is rows
-    assert keeping_together([Shared(1, 2, "")], layers, 2, rows) == [[3, 3, 2, 6, 6, 6], [6, 6, 2, 6, 6, 6]]
+    assert ends_with_shared_layers_together([], layers, 2, rows) is rows
+    assert ends_with_shared_layers_together([Shared(1, 2, "")], layers, 2, rows) == [
+        [3, 3, 2, 6, 6, 6],
+        [6, 6, 2, 6, 6, 6],
+    ]
 
 
 @pytest.mark.parametrize("way", READERS)

@@ -130,7 +130,7 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
     steps = of_type(train_here(config, tmp_path), StepDone)
     assert [step.samples for step in steps] == [8, 6, 8, 6]
     assert [step.activation_bytes for step in steps] == [None, None, plan.saved_bytes, None]
-    assert [step.library_bytes is None for step in steps] == [False, True, False, True], "of a single step, too"
+    assert [step.overhead_bytes is None for step in steps] == [False, True, False, True], "of a single step, too"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])

@@ -23,7 +23,7 @@ from gpipe_cli.system.files import (
     read_bytes,
     read_text,
     remove_partial_files,
-    write_whole,
+    write_atomic,
 )
 
 MEMORY_EFFECTS = """
@@ -39,14 +39,14 @@ time.sleep(60)
 def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
     """The line names the file itself, not the one beside it."""
     file = tmp_path / "page.html"
-    write_whole(file, "old")
+    write_atomic(file, "old")
     (tmp_path / "taken").mkdir()
     with pytest.raises(IsADirectoryError, match="taken'"):
-        write_whole(tmp_path / "taken", "new")
+        write_atomic(tmp_path / "taken", "new")
     with pytest.raises(FileNotFoundError, match=r"gone/page\.html'"):
-        write_whole(tmp_path / "gone" / "page.html", "new")
+        write_atomic(tmp_path / "gone" / "page.html", "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "taken"]
-    write_whole(file, b"new")
+    write_atomic(file, b"new")
     assert file.read_text() == "new"
     (tmp_path / f".{uuid4().hex}.partial").write_text("half")  # of a process that was killed
     (tmp_path / ".mine.partial").write_text("of another program")
@@ -61,7 +61,7 @@ def test_nothing_is_written_through_a_link_or_in_its_place(tmp_path: Path) -> No
     file.write_text("mine")
     for target in (file, tmp_path / "gone"):
         link.symlink_to(target)
-        for write in (partial(write_whole, content="new"), lambda path: open_to_append(path).__enter__()):
+        for write in (partial(write_atomic, content="new"), lambda path: open_to_append(path).__enter__()):
             with pytest.raises(OSError, match=r"is a link.*link'"):
                 write(link)
         assert link.is_symlink()
@@ -78,10 +78,10 @@ def test_a_file_that_another_program_has_open_is_overwritten(tmp_path: Path, mon
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    write_whole(tmp_path / "page.html", "old and longer")
+    write_atomic(tmp_path / "page.html", "old and longer")
     monkeypatch.setattr(os, "replace", refuse)
     for name in ("page.html", "first.html"):
-        write_whole(tmp_path / name, "new")
+        write_atomic(tmp_path / name, "new")
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"page.html": "new", "first.html": "new"}
 
 
@@ -90,9 +90,9 @@ def test_two_files_can_be_written_at_once(tmp_path: Path) -> None:
 
     def pieces() -> Iterator[bytes]:
         yield b"one"
-        write_whole(tmp_path / "second", "two")
+        write_atomic(tmp_path / "second", "two")
 
-    write_whole(tmp_path / "first", pieces())
+    write_atomic(tmp_path / "first", pieces())
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"first": "one", "second": "two"}
 
 

@@ -15,7 +15,7 @@ import pytest
 from training_runs import children, wait_until
 
 from gpipe_cli.system import forked_call
-from gpipe_cli.system.forked_call import Fork, in_forks
+from gpipe_cli.system.forked_call import Fork, map_in_forks
 
 PARENT = """
 import os, time
@@ -59,14 +59,14 @@ def test_there_are_no_more_forks_than_items(items: int, monkeypatch: pytest.Monk
         init(self, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Fork, "__init__", counted)
-    assert in_forks(lambda share: [2 * item for item in share], range(items)) == [2 * item for item in range(items)]
+    assert map_in_forks(lambda share: [2 * item for item in share], range(items)) == [2 * item for item in range(items)]
     assert len(forks) == min(items, 4)
 
 
 def test_an_interrupt_ends_all_of_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while `gpipe reproduce` started the thread that shows a log's newest line left the run behind: its end
     was not waited for."""
-    monkeypatch.setattr(forked_call, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(forked_call, "_KILL_TIMEOUT_SECONDS", 0.3)
 
     def work() -> None:  # neither it nor its child wants to end
         signal.signal(signal.SIGINT, signal.SIG_IGN)

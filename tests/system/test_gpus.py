@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpipe_cli.planner.data_sheet import sheet_of
-from gpipe_cli.system.gpus import Gpu, visible
+from gpipe_cli.planner.data_sheet import data_sheet_of
+from gpipe_cli.system.gpus import Gpu, visible_gpus
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
 
@@ -20,7 +20,7 @@ UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
     ],
 )
 def test_visible_devices(setting: str | None, found: list[int | str]) -> None:
-    assert visible(setting, UUIDS) == found
+    assert visible_gpus(setting, UUIDS) == found
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_visible_devices(setting: str | None, found: list[int | str]) -> None:
     ],
 )
 def test_a_data_sheet_is_of_one_product(name: str, gib: int, sheet: str | None) -> None:
-    assert sheet_of(Gpu(name, gib * 2**30)) == sheet
+    assert data_sheet_of(Gpu(name, gib * 2**30)) == sheet

@@ -27,7 +27,7 @@ from training_runs import (
 )
 
 from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.readers import Files
+from gpipe_cli.data.readers import ImageFiles
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
 from gpipe_cli.planner import model_profile
 from gpipe_cli.reporting.run.lines import LOG
@@ -187,7 +187,7 @@ def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_th
     assert command("train", *settings, "run_folder=whole") == 0
     data = opened("image_folder", tmp_path / "images", num_classes=4, validation="val").training
     read = MiniBatches(data.split_index, batch_size=2, seed=configure(*settings).seed, shuffle=True).indices(0, 2)
-    assert isinstance(data.samples.pixels, Files)
+    assert isinstance(data.samples.pixels, ImageFiles)
     broken = Path(data.samples.pixels.paths[read[1]]) if split == "train" else tmp_path / "images" / split / "hen/2.jpg"
     whole = broken.read_bytes()
     broken.write_bytes(whole[:-100])

@@ -127,9 +127,9 @@ def test_graphs_of_all_shapes_have_the_memory_of_the_largest(
     plan = plan_of(config, profile_model(config))
     memory = MemoryModel(config, plan.profile, shard_of(plan.step_samples, 3).sizes)
     memory.replays = True
-    planned = memory.holding(plan.bounds, *[[0] * len(plan.bounds)] * 2)
+    planned = memory.at_peaks(plan.bounds, *[[0] * len(plan.bounds)] * 2)
     memory.replays = False
-    others = memory.holding(plan.bounds, *[[0] * len(plan.bounds)] * 2)
+    others = memory.at_peaks(plan.bounds, *[[0] * len(plan.bounds)] * 2)
     inputs = [held.input for held in memory.largest(plan.bounds)]
     for k, stage in engines[-1].stages.items():
         assert stage.cuda_graphs is not None

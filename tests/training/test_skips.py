@@ -18,7 +18,7 @@ from gpipe_cli.library.pipeline import Pipeline
 from gpipe_cli.models.skips import Pop, SkipSequential, Stash
 from gpipe_cli.pipeline.runtime.routes import routes
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.planner.pipeline_spec import placed
+from gpipe_cli.planner.pipeline_spec import spec_from_plan
 from gpipe_cli.results.files import read_result
 
 SETTINGS = [
@@ -45,7 +45,7 @@ def test_the_layers_between_send_nothing_of_a_skip() -> None:
     """The images go from stage 0 to stage 3; as a tuple they would cross every cut."""
     config = configure(*SETTINGS, "partitions=4", "partition.balance=[4,5,7,5]", "executor=in_process")
     profile = profile_model(config)
-    spec = placed(plan_of(config, profile))
+    spec = spec_from_plan(plan_of(config, profile))
     sent = {
         (route.sender, route.receiver): {t.skip for t in route.tensors} for route in routes(spec.training_boundaries)
     }

@@ -28,7 +28,7 @@ from training_runs import (
 
 from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.distributed import rendezvous
-from gpipe_cli.distributed.rendezvous import Decision, agree, store
+from gpipe_cli.distributed.rendezvous import Decision, broadcast_decision, store
 from gpipe_cli.results.files import read_result
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -125,7 +125,7 @@ def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: 
         agent = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         monkeypatch.setenv("MASTER_PORT", str(agent.port))
         if expected == 0:
-            agree(lambda: Decision(folder, None, None))  # as the start before has
+            broadcast_decision(lambda: Decision(folder, None, None))  # as the start before has
         assert command("train", *settings, f"run_folder={folder}") == expected
     store.cache_clear()
 
@@ -180,7 +180,7 @@ def test_a_process_whose_torchrun_was_killed_as_it_began_ends(monkeypatch: pytes
     """Too early for the kernel to tell it: it then looked for torchrun's store for 15 minutes."""
     monkeypatch.setenv("MASTER_PORT", "1")  # on which nothing listens
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(rendezvous, "_STORE_PATIENCE", timedelta(seconds=0.1))
+    monkeypatch.setattr(rendezvous, "_STORE_TIMEOUT", timedelta(seconds=0.1))
     store.cache_clear()
     with pytest.raises(TimeoutError, match="torchrun: no answer from its store"):
-        rendezvous.earlier_folder()
+        rendezvous.previous_run_folder()

@@ -14,7 +14,7 @@ import torch
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors
 from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
 from gpipe_cli.schedule.schedule import Action, Schedule
-from gpipe_cli.system.accelerator import current_stream, is_accelerator, keep_for, new_stream, on_stream
+from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, on_stream, record_use
 
 
 class PeerLostError(RuntimeError):
@@ -93,8 +93,8 @@ class LocalTransport:
             moved = tuple(None if t is None else t.detach().to(to_device, non_blocking=True) for t in tensors)
         for tensor, copy in zip(tensors, moved, strict=True):
             if tensor is not None and copy is not None:  # do not reuse either's memory before the other stream is done
-                keep_for(tensor, source)
-                keep_for(copy, current_stream(to_device))
+                record_use(tensor, source)
+                record_use(copy, current_stream(to_device))
         self._sent[awaiting] = moved
         self._copied[awaiting] = target.record_event()
 

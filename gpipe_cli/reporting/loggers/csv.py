@@ -14,7 +14,7 @@ from pathlib import Path
 from gpipe_cli.reporting.loggers.logger import RunLogger
 from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.reporting.run.lines import show_error
-from gpipe_cli.system.files import naming, open_regular, write_whole
+from gpipe_cli.system.files import errors_name_path, open_regular, write_atomic
 from gpipe_cli.units import plural
 
 NAME = "metrics.csv"
@@ -33,7 +33,7 @@ class Logger(RunLogger):
         self._columns = 0  # number of these tags that are columns of the file
         self._size = 0  # size of the file in bytes
         self._last = run.first_step  # the last step of the file
-        with naming(self._path):
+        with errors_name_path(self._path):
             if self._path.exists():
                 if run.first_step:
                     self._read_tags()
@@ -50,7 +50,7 @@ class Logger(RunLogger):
             self._rewrite()
         else:
             new = b"".join(self._line(step, {}) for step in sorted(self._rows))
-            with naming(self._path), self._path.open("r+b", buffering=0) as file:
+            with errors_name_path(self._path), self._path.open("r+b", buffering=0) as file:
                 file.seek(self._size)  # overwrite what a failed write has left
                 written = 0
                 while written < len(new):
@@ -63,7 +63,7 @@ class Logger(RunLogger):
         self.flush()
 
     def _rewrite(self) -> None:
-        write_whole(self._path, self._merge_lines())
+        write_atomic(self._path, self._merge_lines())
         self._columns = len(self._tags)
         self._size = self._path.stat().st_size
 

@@ -19,7 +19,7 @@ from gpipe_cli.config.schema import allowed_words, setting_names
 from gpipe_cli.config.settings import Logger, TrainConfig, flatten
 from gpipe_cli.errors import InvalidSettingError, format_value
 from gpipe_cli.reporting.run.description import RunContext
-from gpipe_cli.system.files import read_json, write_whole
+from gpipe_cli.system.files import read_json, write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +84,7 @@ def store_run_id(folder: Path, logger: Logger, run_id: str) -> None:
     with suppress(OSError, ValueError):
         ids = read_json(folder / _IDS)
     with suppress(OSError):
-        write_whole(folder / _IDS, json.dumps(ids | {logger: run_id}) + "\n")
+        write_atomic(folder / _IDS, json.dumps(ids | {logger: run_id}) + "\n")
 
 
 def logger_class(logger: Logger) -> type[RunLogger]:

@@ -16,7 +16,7 @@ from gpipe_cli.reporting.loggers.logger import Value, all_settings
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.results.metrics import METRICS, hparam_metrics
-from gpipe_cli.system.files import naming, open_to_append, write_whole
+from gpipe_cli.system.files import errors_name_path, open_to_append, write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ class Logger:
             settings_summary(values),
             self._summary.custom_scalars(custom_scalars_layout(run.config, predicted=run.prediction is not None)),
         ]
-        write_whole(folder / _SETTINGS, event_file(summaries))
+        write_atomic(folder / _SETTINGS, event_file(summaries))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -82,7 +82,7 @@ class Logger:
 
     def end(self, status: str, files: Sequence[Path]) -> None:
         self._file.flush()
-        write_whole(self._folder / _END, event_file([end_summary(status)]))
+        write_atomic(self._folder / _END, event_file([end_summary(status)]))
 
 
 class EventFile:
@@ -108,7 +108,7 @@ class EventFile:
 
     def flush(self) -> None:
         """Writes the pending events. Raises OSError; events not yet written then stay pending."""
-        with naming(self._path), open_to_append(self._path) as file:
+        with errors_name_path(self._path), open_to_append(self._path) as file:
             while self._waiting:
                 del self._waiting[: file.write(self._waiting)]
 

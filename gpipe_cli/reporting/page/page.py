@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 from gpipe_cli.reporting.plots.palette import colour
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, StepPicture, TimelineView
 from gpipe_cli.schedule.in_flight_memory import MEMORY_EFFECTS
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 
 PAGE = "pipeline.html"
 MAX_STEPS = 12
@@ -66,7 +66,7 @@ def write_page(
         "page.html", data=to_script_json(shared_data() | values), css="".join(map(read_part, STYLES)),
         script="\n".join(map(read_part, SCRIPTS)),
     )  # fmt: skip
-    write_whole(path, page)
+    write_atomic(path, page)
 
 
 def fill_template(template: str, **parts: str) -> str:

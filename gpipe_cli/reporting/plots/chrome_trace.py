@@ -16,7 +16,7 @@ from typing import Any
 from gpipe_cli.reporting.plots.timeline_values import MAX_ACTIONS, TimelineView, last_stages_and_actions
 from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.schedule.timeline import Event, EventKind, Span
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 
 TRACE = "timeline_trace.json"
 
@@ -30,7 +30,7 @@ TraceEvent = dict[str, Any]
 
 def write_trace(folder: Path, steps: Sequence[TimelineView]) -> None:
     """Writes the file, whole or not at all. Raises OSError."""
-    write_whole(folder / TRACE, json.dumps(chrome_trace(steps)))
+    write_atomic(folder / TRACE, json.dumps(chrome_trace(steps)))
 
 
 def chrome_trace(steps: Sequence[TimelineView]) -> list[TraceEvent]:

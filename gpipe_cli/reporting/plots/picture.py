@@ -11,7 +11,7 @@ from matplotlib.image import imsave
 from numpy.typing import NDArray
 
 from gpipe_cli.reporting.plots.palette import PALE_INK
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 
 Picture = NDArray[np.uint8]  # shape (height, width, 3)
 
@@ -45,4 +45,4 @@ def png(picture: Picture) -> bytes:
 
 
 def write_picture(path: Path, picture: Picture) -> None:
-    write_whole(path, png(picture))
+    write_atomic(path, png(picture))

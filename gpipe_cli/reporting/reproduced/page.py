@@ -12,7 +12,7 @@ from pathlib import Path
 from gpipe_cli.reporting.reproduced.verdict import AGREEMENT_TOLERANCE, judge_columns
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reporting.tables.table import Column, to_html
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 from gpipe_cli.units import duration, plural
 
 REPORT = "report.html"
@@ -34,7 +34,7 @@ ORIGIN_NOTES = {
 def write_report(folder: Path, reproductions: Sequence[Reproduction], failed: Mapping[str, str]) -> None:
     """Write the page into ``folder``; ``failed``: name of a recipe -> why it failed. Raises OSError."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    write_whole(folder / REPORT, "\n".join(_page(reproductions, failed, style, folder)) + "\n")
+    write_atomic(folder / REPORT, "\n".join(_page(reproductions, failed, style, folder)) + "\n")
 
 
 def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], style: str, folder: Path) -> Iterator[str]:

@@ -56,7 +56,7 @@ def _banner(run: RunContext, folder: Path) -> Iterable[tuple[str, str]]:
     yield "pipeline", f"K = {plural(spec.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
     yield "executor", f"{run.executor}, {plural(spec.layout.threads, 'thread')} per process"
-    yield from precision_note(config.precision, spec.computes_in)
+    yield from precision_note(config.precision, spec.effective_precision)
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)
     if run.bench:

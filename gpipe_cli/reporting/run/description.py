@@ -65,7 +65,7 @@ class RunContext(TrainingReady):
     @property
     def prediction(self) -> "Plan | None":
         """The plan if its times are those of this device; None if they only tell which layers cost more."""
-        return None if self.plan.costs.basis == "other_device" else self.plan
+        return None if self.plan.costs.cost_source == "other_device" else self.plan
 
     @property
     def total_steps(self) -> int:

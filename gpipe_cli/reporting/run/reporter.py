@@ -42,8 +42,8 @@ from gpipe_cli.results.run import (
     run_result_or_none,
     write_run,
 )
-from gpipe_cli.system.files import write_whole
-from gpipe_cli.system.streams import lost_output
+from gpipe_cli.system.files import write_atomic
+from gpipe_cli.system.stdio import lost_output
 from gpipe_cli.training.checkpoint.files import RUN_FOLDER_MISSING, Progress, clean_staging, list_checkpoints, step_of
 from gpipe_cli.training.events import (
     CheckpointFailed,
@@ -79,14 +79,14 @@ class Reporter:
         """Shows the banner and, in a terminal, a bar that waits for the first step."""
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / CONFIG_FILE, to_yaml(run.config))
+        write_atomic(folder / CONFIG_FILE, to_yaml(run.config))
         self._run = run
         self._begin = time.monotonic() - measurement.process_seconds()
         self._result = _initial_result(folder, run)  # lacks what is measured
         self._last: StepDone | None = None  # the step whose recording comes next
         self._checkpoint = 0  # step of the last checkpoint written
         self._medians = measurement.StepMedians(run.warm_up_steps)
-        self._library_bytes: tuple[int, ...] | None = None  # per stage
+        self._overhead_bytes: tuple[int, ...] | None = None  # per stage
         self._compared = False
         self._drawer = StepDrawer(run, self.timeline)
         self._pictures: list[StepPicture] = []
@@ -148,7 +148,7 @@ class Reporter:
         if message.tokens is not None:
             quantities["tokens_per_second"] = message.tokens / message.seconds
         self._medians.add(quantities)
-        self._library_bytes = message.library_bytes or self._library_bytes
+        self._overhead_bytes = message.overhead_bytes or self._overhead_bytes
         if message.activation_bytes is not None:
             predicted = run.plan.saved_bytes_of(message.samples, message.lengths)
             self._change(activation_bytes=message.activation_bytes, predicted_activation_bytes=predicted)
@@ -325,7 +325,7 @@ class Reporter:
             model_flops_per_second=flops,
             mfu=None if flops is None or peak is None else flops / peak,  # PaLM's definition
             memory=measurement.stage_memory(
-                run.spec, run.plan.memory, result.memory_bytes, result.activation_bytes, self._library_bytes
+                run.spec, run.plan.memory, result.memory_bytes, result.activation_bytes, self._overhead_bytes
             ),
             breakdown=replace(result.breakdown, measured=shares),
             idle=replace(result.idle, measured=None if shares is None else idle_share(shares)),
@@ -340,7 +340,7 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
     config, spec = run.config, run.spec
     prediction = shares = None
     if (plan := run.prediction) is not None:
-        measured = plan.costs.basis == "timed_layers"
+        measured = plan.costs.cost_source == "timed_layers"
         prediction = Prediction(
             plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes, plan.step_range
         )

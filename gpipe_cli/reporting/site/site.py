@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 
 from gpipe_cli.reporting.page.page import ENGINE, LANES, PAGE, fill_template, read_part, shared_data, to_script_json
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 
 FRONT = "index.html"
 _SCRIPTS = ("../theme.js", *ENGINE, *LANES, "../site/scenes.js")
@@ -17,4 +17,4 @@ def write_front(folder: Path, title: str, command: str) -> None:
         "../site/front.html", data=to_script_json({**shared_data(), "skips": []}), explorer=PAGE, title=escape(title),
         command=escape(command), css="".join(map(read_part, _STYLES)), script="\n".join(map(read_part, _SCRIPTS)),
     )  # fmt: skip
-    write_whole(folder / FRONT, page)
+    write_atomic(folder / FRONT, page)

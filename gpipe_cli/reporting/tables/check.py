@@ -14,7 +14,7 @@ from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import write_result
 from gpipe_cli.units import join_ranges, loss, plural
-from gpipe_cli.verify.variants import MODES, TOLERANCE, Row
+from gpipe_cli.verify.self_check import MODES, TOLERANCE, Row
 
 CHECK = "check.json"
 

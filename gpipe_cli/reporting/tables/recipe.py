@@ -10,7 +10,7 @@ from gpipe_cli.errors import InputError, describe_error
 from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_markdown
 from gpipe_cli.results.files import read_result, write_result
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 from gpipe_cli.units import duration
 
 REPRODUCTION = "reproduction"  # .json and .md
@@ -38,7 +38,7 @@ def write_reproduction(reproduction: Reproduction, folder: Path) -> None:
     """Writes reproduction.json and reproduction.md into ``folder``. Raises OSError if they cannot be written."""
     tables = [_plain(table) for table in reproduction.tables]
     write_result(folder, vars(reproduction) | {"tables": tables}, f"{REPRODUCTION}.json")
-    write_whole(folder / f"{REPRODUCTION}.md", markdown(reproduction))
+    write_atomic(folder / f"{REPRODUCTION}.md", markdown(reproduction))
 
 
 def read_reproduction(folder: Path) -> Reproduction:

@@ -30,7 +30,7 @@ from gpipe_cli.results.bench import BENCH_CSV_FILE, BENCH_FILE, BenchRow, BenchT
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.metrics import METRICS, Metric, select_metrics
 from gpipe_cli.results.run import RunResult
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import write_atomic
 
 SAMPLES, TOKENS = select_metrics("samples_per_second", "tokens_per_second")
 _MEASURED = (
@@ -177,7 +177,7 @@ def write_bench(folder: Path, table: BenchTable) -> None:
     lines = [_line(row, table.varies) for row in table.rows]
     keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest row first
     columns = [Column(key, values=[line.get(key) for line in lines]) for key in keys]
-    write_whole(folder / BENCH_CSV_FILE, to_csv(Table(BENCH_CSV_FILE, columns)))
+    write_atomic(folder / BENCH_CSV_FILE, to_csv(Table(BENCH_CSV_FILE, columns)))
 
 
 def show_bench(console: Console, table: BenchTable, folder: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.distributed.control_group import BlockedOn
 from gpipe_cli.pipeline.runtime.tied_weights import canonical_names
-from gpipe_cli.system.accelerator import current_stream, is_accelerator, page_locked, using_device
+from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_pinned_memory, using_device
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.restore import collect_stage_state
@@ -73,7 +73,7 @@ def _allocate_host_copies(tensors: State) -> State:
     on_host = {name: tensor for name, tensor in tensors.items() if name not in on_gpu}
     made = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in on_host.items()}
     sizes, places = pack_into_blocks([tensor.nbytes for tensor in on_gpu.values()])
-    blocks = [page_locked(size) for size in sizes]
+    blocks = [new_pinned_memory(size) for size in sizes]
     for (name, tensor), (block, offset) in zip(on_gpu.items(), places, strict=True):
         memory = blocks[block][offset : offset + tensor.nbytes]
         made[name] = memory.view(tensor.dtype).view(tensor.shape)
@@ -156,7 +156,7 @@ class CheckpointWriter:
         """In a process that has failed: wait a few seconds for the checkpoint that is being written."""
         if self._written is None:
             return
-        with self.control.waits(Awaited.LAST_CHECKPOINT):
+        with self.control.blocked_on(BlockedOn.LAST_CHECKPOINT):
             wait([self._work], _FINAL_WAIT_SECONDS)
         if self.control.is_rank_zero and self._work.done() and self._work.result() is None:
             self.process.report(events.CheckpointWritten(self._written.step))
@@ -180,7 +180,9 @@ class CheckpointWriter:
 
         def complete() -> None:
             written = [
-                file for process in range(spec.layout.of_pipeline) for file in self._wait_for_part(staging, process)
+                file
+                for process in range(spec.layout.processes_per_pipeline)
+                for file in self._wait_for_part(staging, process)
             ]
             layers = tuple(name for names in spec.layer_names for name in names)
             elsewhere = canonical_names(spec.ties)
@@ -218,7 +220,7 @@ class CheckpointWriter:
         if self._written is not None:
             # Once all parts are written, or a part has failed, process 0 no longer waits for others.
             for work in (self._writing, self._work):
-                with self.control.waits(Awaited.DISK):
+                with self.control.blocked_on(BlockedOn.DISK):
                     wait([work])
                 self._poll(last=last)
                 if self._written is None:

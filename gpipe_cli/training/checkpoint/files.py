@@ -31,11 +31,11 @@ from gpipe_cli.system.files import (
     NOT_RENAMED,
     check_not_linked,
     copy_file,
-    put_in_place,
     read_json,
     regular_size,
+    replace_file,
     sync,
-    write_whole,
+    write_atomic,
 )
 from gpipe_cli.training.events import EvalRecord
 
@@ -260,7 +260,7 @@ def safetensors_parts(
 def write_part(staging: Path, process: int, files: Sequence[WrittenFile]) -> None:
     """Write the list of files that `process` has written, once they are on disk. Raises CheckpointError."""
     with checkpoint_write_errors(staging):
-        write_whole(staging / f"part_{process}.json", json.dumps([asdict(file) for file in files]))
+        write_atomic(staging / f"part_{process}.json", json.dumps([asdict(file) for file in files]))
 
 
 def read_part(staging: Path, process: int) -> list[WrittenFile] | None:
@@ -290,7 +290,7 @@ def finish_checkpoint(staging: Path, index: Index, *, config: str, keep: int) ->
             regular_size(staging / file.name)
         for part in staging.glob("part_*.json"):
             part.unlink()
-        write_whole(staging / "index.json", json.dumps(values, indent=1, allow_nan=False))
+        write_atomic(staging / "index.json", json.dumps(values, indent=1, allow_nan=False))
         _sync_folder(staging)
         # a run resumed from an earlier checkpoint may reach this step again, and then replaces its checkpoint
         replaced = staging.parent / f".{final.name}.replaced"
@@ -324,7 +324,7 @@ def _rename(folder: Path, path: Path) -> None:
         for file in folder.iterdir():
             if file.name != "index.json":
                 copy_file(file, path / file.name)
-        put_in_place(folder / "index.json", path / "index.json")
+        replace_file(folder / "index.json", path / "index.json")
         (folder / "index.json").unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -372,7 +372,7 @@ def _update_symlink(link: Path, target: str) -> None:
         staging.unlink(missing_ok=True)
         if link.is_symlink():
             link.unlink()
-        write_whole(link, f"{target}\n")
+        write_atomic(link, f"{target}\n")
 
 
 def read_index(checkpoint: Path) -> Index:

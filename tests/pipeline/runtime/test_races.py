@@ -33,7 +33,7 @@ from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule import prefetched_receives
 from gpipe_cli.schedule.named_schedules import SCHEDULES, build, forward_only
 from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Action, Kind, Schedule
-from gpipe_cli.system.accelerator import to_device, to_host
+from gpipe_cli.system.accelerator import copy_to_host_async, to_device
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
 
 
@@ -96,7 +96,9 @@ def train(
             for k, stage in stages.items() if trains else ():
                 gradients = gradients_of(stage.module.parameters())
                 norms = gradient_norms(gradients)
-                read = to_host(norms) if world.here.home is not None else None  # else it asks for a stream of another
+                read = (
+                    copy_to_host_async(norms) if world.here.home is not None else None
+                )  # else it asks for a stream of another
                 clip_gradients(gradients, norms, 1.0)
                 del gradients
                 optimizers[k].step()
@@ -256,7 +258,7 @@ def copied_and_written(world: World, waits: bool = True) -> None:
     with world.watching(0):
         for turn in range(3):
             images = to_device(torch.ones(4, 4), torch.device("cpu", 0))
-            read = to_host(weight @ images)
+            read = copy_to_host_async(weight @ images)
             copies, wait_for_copies = snapshot.copy_to_host({"weight": weight})
             weight += 1
 
@@ -284,12 +286,12 @@ def without_wait(self: LocalTransport, action: Action, sender: int) -> Any:
 
 def keeps_copies_only(tensor: torch.Tensor, stream: Any) -> None:
     if stream.name.startswith("compute"):
-        stream.world.keep_for(tensor, stream)
+        stream.world.record_use(tensor, stream)
 
 
 def keeps_sources_only(tensor: torch.Tensor, stream: Any) -> None:
     if not stream.name.startswith("compute"):
-        stream.world.keep_for(tensor, stream)
+        stream.world.record_use(tensor, stream)
 
 
 def waits_on_host_only(self: Work, *timeout: object) -> None:
@@ -356,9 +358,9 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a receive between devices does not wait for the copy":
         (LocalTransport, "receive_from", without_wait, "local", r"compute .* reads .* that aten::_to_copy has written"),
     "a sent tensor's memory is not kept for the copy":
-        (transport, "keep_for", keeps_copies_only, "local", r"of compute .* is freed while aten::_to_copy uses it"),
+        (transport, "record_use", keeps_copies_only, "local", r"of compute .* is freed while aten::_to_copy uses it"),
     "a copy's memory is not kept for the stage that reads it":
-        (transport, "keep_for", keeps_sources_only, "local", r"of stream .* is freed while .* uses it on compute"),
+        (transport, "record_use", keeps_sources_only, "local", r"of stream .* is freed while .* uses it on compute"),
     "a receive does not wait for the last reader of its buffer":
         (P2PTransport, "after_action", forgets_readers, "p2p", r"^receive .* writes .* has read on compute"),
     "a buffer is overwritten while its content is sent on":

@@ -113,7 +113,7 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
 def test_a_step_that_is_drawn_has_a_picture_and_the_parts_of_the_memory(tmp_path: Path) -> None:
     """TensorBoard shows pictures about 350 pixels wide: letters can be read on narrow ones only."""
     reporter, _ = reporter_in(tmp_path, plan=plan())
-    reporter.on_message(step(1, activation_bytes=(MIB, 2 * MIB), library_bytes=(0, MIB)))
+    reporter.on_message(step(1, activation_bytes=(MIB, 2 * MIB), overhead_bytes=(0, MIB)))
     reporter.timeline(StepPicture(1, 1, (timeline(), timeline(kind="predicted"))))
     stored = events(tmp_path)
     assert stored.Images("pictures/timeline")[-1].width == 640

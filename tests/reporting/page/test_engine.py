@@ -14,7 +14,7 @@ from plan_runs import EVEN, HOURGLASS, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.planner.cost_model import LayerTimes, predicted_costs
+from gpipe_cli.planner.cost_model import MeasuredCosts, predicted_costs
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.make_plan import baseline_of, make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
@@ -342,10 +342,10 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", replicas:
         }, str(other))  # fmt: skip
 
 
-def timed(layers: int) -> LayerTimes:
+def timed(layers: int) -> MeasuredCosts:
     """Layers that slow each other down by 1.3 while two processes compute."""
     small, large = ([(n * k, n * k, 3 * n * k) for k in range(1, layers + 1)] for n in (0.001, 0.003))
-    return LayerTimes((1, 4), (small, large), [0.001] * layers, 0.001, 1.3, 2, (usable_cores(), 1.7), 0.0002, 1e-9)
+    return MeasuredCosts((1, 4), (small, large), [0.001] * layers, 0.001, 1.3, 2, (usable_cores(), 1.7), 0.0002, 1e-9)
 
 
 def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> None:

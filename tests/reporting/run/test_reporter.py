@@ -65,7 +65,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     reporter, _ = reporter_in(tmp_path, plan=plan())
     bubbles = [0.5, 0.5, 0.5, 0.1, 0.11, 0.3]
     for number, bubble in enumerate(bubbles, 1):
-        counted = {"activation_bytes": (2 * 2**20, 4 * 2**20), "library_bytes": (0, 0)} if number == 2 else {}
+        counted = {"activation_bytes": (2 * 2**20, 4 * 2**20), "overhead_bytes": (0, 0)} if number == 2 else {}
         reporter.on_message(step(number, **counted))
         reporter.add_breakdown(number, shares(bubble))
     reporter.finish("completed")

@@ -4,7 +4,7 @@ from pathlib import Path
 from reporting_runs import log
 
 from gpipe_cli.reporting.tables.check import CheckReport, show_check
-from gpipe_cli.verify.variants import MODES, Row, Variant
+from gpipe_cli.verify.self_check import MODES, Row, Variant
 
 
 def test_a_variant_is_in_one_line_of_the_table() -> None:

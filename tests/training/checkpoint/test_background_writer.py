@@ -13,7 +13,7 @@ import torch
 from training_runs import NAMED, TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.distributed.control_group import BlockedOn
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import background_writer
@@ -85,8 +85,8 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     os.mkfifo(pipe)
 
     @contextmanager
-    def waits(what: Awaited) -> Iterator[None]:
-        if what is Awaited.DISK:
+    def blocked_on(what: BlockedOn) -> Iterator[None]:
+        if what is BlockedOn.DISK:
             awaited.set()
         yield
 
@@ -97,7 +97,7 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         content = pool.submit(read)
-        messages = train_here(settings, run, waits=waits)
+        messages = train_here(settings, run, blocked_on=blocked_on)
     assert content.result() == (whole / "checkpoints" / "step_00000003" / "stage_0.safetensors").read_bytes()
     (failed,) = of_type(messages, events.CheckpointFailed)
     line = next(one for one in of_type(messages, events.CheckpointStalled) if one.stalled_step == 3)

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, full_model_builder
+from gpipe_cli.assembly.build import AUTOCAST_DTYPE, MEMORY_FORMATS, build_model, full_model_builder
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
@@ -53,7 +53,7 @@ from gpipe_cli.training.step import (
     to_first_device,
     update_weights,
 )
-from gpipe_cli.verify.variants import first_mini_batch, layer_of, plain_model, run_plain, seeding_layers
+from gpipe_cli.verify.self_check import first_mini_batch, layer_of, plain_model, run_plain, seeding_layers
 
 Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
 # The distance from our gradients, in units of what the order of summation explains, that is still no difference.
@@ -63,7 +63,7 @@ WARM_UP_STEPS = 2  # these steps are not timed: torch runs a micro-batch to lear
 
 
 @dataclass(frozen=True)
-class Ran:
+class TimedRun:
     """Message to the parent: what a process measured."""
 
     samples: int  # of the mini-batch, over all processes
@@ -72,10 +72,10 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Failed:
+class ProgramFailed:
     """Message to the parent: the other program failed in a process; `text` is its own message, on a single line."""
 
-    process: int
+    rank: int
     text: str
 
 
@@ -89,37 +89,37 @@ def run(
     steps: int,
     folder: Path,
 ) -> None:
-    """Train `steps` steps as a process of the layout of `spec`, and report a `Ran`.
+    """Train `steps` steps as a process of the layout of `spec`, and report a `TimedRun`.
 
     `schedule`: a class of torch's; for other programs it is in `spec`. The gradients of the first step are written to
-    `folder`, a file for each process. If another program fails, a `Failed` is reported. Raises InputError for what the
-    user can fix, and what the program raises.
+    `folder`, a file for each process. If another program fails, a `ProgramFailed` is reported. Raises InputError for
+    what the user can fix, and what the program raises.
     """
-    device = torch.device(spec.layout.device_of(process.number))
+    device = torch.device(spec.layout.device_of(process.rank))
     bytes_at_start = peak_memory_bytes(device)
-    data = Data(replace(config, data_workers=0), spec, process.number, initial_progress(config, None), None)
+    data = Data(replace(config, data_workers=0), spec, process.rank, initial_progress(config, None), None)
     control, groups = process.connect()
     bytes_at_start = 0 if is_accelerator(device) else bytes_at_start
     reader = data.reader(control, "training")
     samples = reader.batches.size(0, 0)
     check_single_samples(config, samples)
-    way: _Ours | _Torch | _Whole
+    runner: GpipeRunner | TorchPipeliningRunner | SequentialRunner
     seconds = []
     try:
         if program == "gpipe":
-            way = _Ours(config, spec, process, control, groups)
+            runner = GpipeRunner(config, spec, process, control, groups)
         elif program == "torch":
-            way = _Torch(config, spec, process, schedule)
+            runner = TorchPipeliningRunner(config, spec, process, schedule)
         else:
-            way = _Whole(config, spec, process, chunked=program == "torchgpipe")
+            runner = SequentialRunner(config, spec, process, chunked=program == "torchgpipe")
         for step in range(WARM_UP_STEPS + steps):
             begun = time.perf_counter()
-            way.backward(first_mini_batch(reader, config.micro_batches), first=step == 0)
+            runner.backward(first_mini_batch(reader, config.micro_batches), first=step == 0)
             if step == 0:
-                gradients = ((name, parameter.grad) for name, parameter in way.parameters.items())
+                gradients = ((name, parameter.grad) for name, parameter in runner.parameters.items())
                 written = {name: gradient.cpu().contiguous() for name, gradient in gradients if gradient is not None}
-                save_file(written, folder / f"{process.number}.safetensors")
-            way.update()
+                save_file(written, folder / f"{process.rank}.safetensors")
+            runner.update()
             wait_for_device(device)
             if step >= WARM_UP_STEPS:
                 seconds.append(time.perf_counter() - begun)
@@ -128,13 +128,13 @@ def run(
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            process.report(Failed(process.number, shorten(describe_error(cause), 200, placeholder=" ...")))
+            process.report(ProgramFailed(process.rank, shorten(describe_error(cause), 200, placeholder=" ...")))
         raise
-    process.report(Ran(samples, tuple(seconds), peak_memory_bytes(device) - bytes_at_start))
+    process.report(TimedRun(samples, tuple(seconds), peak_memory_bytes(device) - bytes_at_start))
     control.barrier()  # what the last step sent has arrived before a process ends
 
 
-class _Ours:
+class GpipeRunner:
     """Our executor, with all that a step of `gpipe train` does, metrics included."""
 
     def __init__(
@@ -165,14 +165,14 @@ class _Ours:
         self._engine.executor.drain_sends()
 
 
-class _Foreign:
+class BaselineRunner:
     """What the ways of other programs share: the user's layers by stage of this process, an optimizer, the seeds."""
 
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess) -> None:
         self.config, self.spec, self.process = config, spec, process
-        self.device = torch.device(spec.layout.device_of(process.number))
-        model, whole = build_model(config, pretrained=True), full_model_builder(config, pretrained=True)
-        ours = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
+        self.device = torch.device(spec.layout.device_of(process.rank))
+        model, builder = build_model(config, pretrained=True), full_model_builder(config, pretrained=True)
+        ours = {k: build_layers(config, spec, k, model, builder) for k in spec.layout.stages_of(process.rank)}
         theirs = plain_model(config, spec, ours.values())
         starts = spec.first_layers
         self.stages = {k: theirs[starts[k] : starts[k] + len(layers)] for k, layers in ours.items()}
@@ -188,19 +188,19 @@ class _Foreign:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
 
-    def began(self, stage: int, micro_batch: int, mini_batch: MiniBatch, samples: int) -> None:
+    def before_forward(self, stage: int, micro_batch: int, mini_batch: MiniBatch, samples: int) -> None:
         """Called before the forward of a stage."""
         self.current = micro_batch
         self.process.on_action(Action(Kind.F, stage, micro_batch), samples, mini_batch.lengths)
 
-    def seeding(self) -> AbstractContextManager[None]:
+    def seed_layers(self) -> AbstractContextManager[None]:
         """Inside, before each layer of this process's only stage, generators are seeded as our stages do."""
         ((index, layers),) = self.stages.items()
         first_layer = self.spec.first_layers[index]
         return seeding_layers(layers, first_layer, self.config.seed, self.device, lambda: self.current)
 
 
-class _Whole(_Foreign):
+class SequentialRunner(BaselineRunner):
     """The model as its user would call it: by plain PyTorch, or as torchgpipe's `GPipe` on the devices of the stages.
 
     Plain PyTorch takes its first step in micro-batches, backwards from the last to the first as in schedule gpipe, and
@@ -217,7 +217,7 @@ class _Whole(_Foreign):
             return
         from torchgpipe import GPipe
 
-        autocast_dtype = COMPUTED_IN[spec.precision]
+        autocast_dtype = AUTOCAST_DTYPE[spec.precision]
         self._model = GPipe(
             nn.Sequential(
                 *(_InPrecision(layer, self.device, autocast_dtype) for layer in chain(*self.stages.values()))
@@ -229,17 +229,17 @@ class _Whole(_Foreign):
         )
 
     def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
-        whole = self._chunked or not first
+        in_one = self._chunked or not first
         sizes = mini_batch.shard.sizes
-        sizes = (sum(sizes),) if whole else sizes
-        if not whole and self.config.threads is not None:
+        sizes = (sum(sizes),) if in_one else sizes
+        if not in_one and self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
 
-        def begins(number: int) -> None:
-            self.began(0, number, mini_batch, sizes[number])
+        def before_micro_batch(number: int) -> None:
+            self.before_forward(0, number, mini_batch, sizes[number])
 
-        with nullcontext() if whole else self.seeding():
-            run_plain(self._model, self.spec, self.config, mini_batch, sizes, begins)
+        with nullcontext() if in_one else self.seed_layers():
+            run_plain(self._model, self.spec, self.config, mini_batch, sizes, before_micro_batch)
         torch.set_num_threads(self.spec.layout.threads)
 
 
@@ -256,7 +256,7 @@ class _InPrecision(nn.Module):
             return self.layer(inputs)
 
 
-class _Torch(_Foreign):
+class TorchPipeliningRunner(BaselineRunner):
     """A schedule of torch.distributed.pipelining, with a stage in each process."""
 
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, schedule: str) -> None:
@@ -267,7 +267,7 @@ class _Torch(_Foreign):
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
         members = range(spec.layout.processes)
         timeout = timedelta(seconds=config.timeout_seconds)
-        group = new_group(process.number, members, self.device, timeout)
+        group = new_group(process.rank, members, self.device, timeout)
         self._objective: CrossEntropy | None = None
         self.mini_batch: MiniBatch
         ((index, layers),) = self.stages.items()
@@ -293,7 +293,7 @@ class _Torch(_Foreign):
         # torch splits all arguments: so every stage, and the loss, gets the number of its micro-batch
         numbers = torch.arange(self.config.micro_batches)
         of_loss = {} if self._objective is None else {"target": numbers}
-        with self.seeding() if first else nullcontext():
+        with self.seed_layers() if first else nullcontext():
             self._runner.step(*(inputs or ()), **of_loss, micro_batch=numbers)
 
 
@@ -301,19 +301,19 @@ class _Positional(nn.Module):
     """Adapts a stage's layers, which take a tensor or a tuple, to torch's stages, which pass separate contiguous
     tensors: with memory_format=channels_last both ends of a boundary convert images."""
 
-    def __init__(self, way: _Torch, stage: int, layers: nn.Sequential) -> None:
+    def __init__(self, runner: TorchPipeliningRunner, stage: int, layers: nn.Sequential) -> None:
         super().__init__()
-        self._way, self._stage = way, stage
-        spec = way.spec
-        self.layers = _InPrecision(layers, way.device, COMPUTED_IN[spec.precision])
+        self._runner_of_stages, self._stage = runner, stage
+        spec = runner.spec
+        self.layers = _InPrecision(layers, runner.device, AUTOCAST_DTYPE[spec.precision])
         self._last = stage == spec.partitions - 1
         self._in_tuple = any(tensor.in_tuple for tensor in spec.stage_inputs(stage))
         self._memory_format = MEMORY_FORMATS[spec.memory_format]
 
     def forward(self, *tensors: torch.Tensor, micro_batch: torch.Tensor) -> Any:
-        mini_batch = self._way.mini_batch
+        mini_batch = self._runner_of_stages.mini_batch
         number = int(micro_batch)
-        self._way.began(self._stage, number, mini_batch, mini_batch.shard.sizes[number])
+        self._runner_of_stages.before_forward(self._stage, number, mini_batch, mini_batch.shard.sizes[number])
         inner, sent = self._memory_format, torch.contiguous_format
         if inner is not sent and self._stage > 0:
             tensors = tuple(_Converted.apply(tensor, inner, sent) for tensor in tensors)
@@ -357,25 +357,27 @@ class Distance:
 def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequence[str], share: float) -> Distance:
     """The distance of the gradients in the files of folder `theirs` from those of `ours`. `orders`: ours in both orders
     of summation, which give the unit; `layers`: their names in order; `share`: epsilon sqrt(n)."""
-    most = Distance(0.0, 0.0, None)
+    largest = Distance(0.0, 0.0, None)
     read = [_open(folder) for folder in (theirs, ours, *orders)]
     names = sorted(set().union(*read))
     for layer in reversed(layers):
         squares = torch.zeros(3, dtype=torch.float64)  # of the difference, of the unit, of our gradient
         for name in names:
             if layer_of(name) == layer:
-                they, we, first_order, second_order = (_gradient(files.get(name, ()), name) for files in read)
-                summands = they - we, first_order - second_order, we
+                their_gradient, our_gradient, first_order, second_order = (
+                    _gradient(files.get(name, ()), name) for files in read
+                )
+                summands = their_gradient - our_gradient, first_order - second_order, our_gradient
                 squares += torch.stack([tensor.square().sum() for tensor in summands])
-        away, order, norm = squares.sqrt().tolist()
+        difference, order, norm = squares.sqrt().tolist()
         unit = max(order, share * norm)
-        units = away / unit if unit else 0.0 if away == 0 else math.inf
+        units = difference / unit if unit else 0.0 if difference == 0 else math.inf
         units = math.inf if math.isnan(units) else units
-        if units > most.units:
-            most = Distance(units, away / norm if norm else math.inf, layer)
+        if units > largest.units:
+            largest = Distance(units, difference / norm if norm else math.inf, layer)
         if units > MAX_UNITS:
             break
-    return most
+    return largest
 
 
 def _open(folder: Path) -> dict[str, list[Any]]:

@@ -24,7 +24,7 @@ class _Stream(io.FileIO):
             return memoryview(data).nbytes
 
 
-def prepare_streams() -> None:
+def make_stdio_robust() -> None:
     """Replace stdout and stderr. Closed ones are opened on /dev/null, or the next file would get their descriptors."""
     closed = [_open_if_closed(number) for number in (0, 1, 2)]
     for number, name in ((1, "stdout"), (2, "stderr")):

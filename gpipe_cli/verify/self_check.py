@@ -19,13 +19,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import COMPUTED_IN, user_model
+from gpipe_cli.assembly.build import AUTOCAST_DTYPE, user_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.loading import PrefetchedBatches, batch_requests
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.distributed.control_group import BlockedOn
 from gpipe_cli.errors import describe_error
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
@@ -87,7 +87,7 @@ class Row:
         return self.verdict in ("differs", "fails")
 
 
-class What(IntEnum):
+class ResultKind(IntEnum):
     """The kinds of results of a step, in the order in which they are computed."""
 
     OUTPUT = 0
@@ -98,10 +98,10 @@ class What(IntEnum):
     WEIGHT = 5
 
 
-class Place(NamedTuple):
+class ResultKey(NamedTuple):
     """Where two variants can differ: a result of a step. Places sort in the order of computation."""
 
-    what: What
+    kind: ResultKind
     order: int  # index of the layer in the model; negated for gradients, as the backward pass runs in reverse
     micro_batch: int  # for outputs; else 0
     name: str  # of a layer, a parameter or a buffer
@@ -111,7 +111,7 @@ class Place(NamedTuple):
         return layer_of(self.name)
 
 
-Digests = dict[Place, str]  # digests of a step's results in a process; "" for a parameter without gradient
+Digests = dict[ResultKey, str]  # digests of a step's results in a process; "" for a parameter without gradient
 Tensors = dict[str, torch.Tensor]  # by the names of the parameters or the buffers
 
 
@@ -154,12 +154,12 @@ def check(
 
     Raises InputError for errors that the user can fix, and with several processes any error of a variant.
     """
-    checking = _Checking(config, specs, process, folder, source)
+    checking = _Checker(config, specs, process, folder, source)
     for variant in specs:
         try:
             row = checking.row(variant)
         except Exception as error:
-            process.report(_failed(variant, error))
+            process.report(_failed_row(variant, error))
             if checking.control.size > 1:
                 raise  # the other processes would wait for this process until the timeout
             continue
@@ -168,7 +168,7 @@ def check(
     checking.control.barrier()
 
 
-def _failed(variant: Variant, error: Exception) -> Row:
+def _failed_row(variant: Variant, error: Exception) -> Row:
     """The row of a variant that failed with `error` in its layers or in plain PyTorch; other errors are raised."""
     if isinstance(error, ChangedInputError):
         return Row(variant, "fails", layer=error.layer, text=str(error))
@@ -183,7 +183,7 @@ def _failed(variant: Variant, error: Exception) -> Row:
     raise error
 
 
-class _Checking:
+class _Checker:
     """Runs and compares variants in a process."""
 
     def __init__(
@@ -197,21 +197,21 @@ class _Checking:
         self._config, self._specs, self._process = config, specs, process
         self._folder, self._source = folder, source
         spec = specs[max(specs)]
-        data = Data(replace(config, data_workers=0), spec, process.number, initial_progress(config, None), source)
+        data = Data(replace(config, data_workers=0), spec, process.rank, initial_progress(config, None), source)
         self.control, self._groups = process.connect()
         self._reader = data.reader(self.control, "training")
         self._classes = data.classes
         self._replica = spec.layout.replica_of(self.control.rank)
         self._layers = [name for names in spec.layer_names for name in names]
         self._samples = self._reader.batches.size(0, 0)
-        self._current = What.OUTPUT, 0  # kind of results of the layers that run now, and their micro-batch
+        self._current = ResultKind.OUTPUT, 0  # kind of results of the layers that run now, and their micro-batch
         if not any(folder.iterdir()):
             check_single_samples(config, self._samples)
             process.report(MiniBatchRead(micro_batch_sizes(self._samples, config.micro_batches)))
 
     def row(self, variant: Variant) -> Row:
         """Run a variant and compare it with its reference; a reference is also written to the folder."""
-        summed = summed_as(self._specs[variant].order)
+        summed = reference_schedule(self._specs[variant].order)
         usual = variant.executor != "replicas" and variant.micro_batches == self._config.micro_batches
         is_reference = usual and variant in references(variant.micro_batches)
         schedule = REFERENCES[0] if is_reference else summed or REFERENCES[-1]
@@ -221,7 +221,7 @@ class _Checking:
         if reference is None and not is_reference:
             return Row(variant, "left out", text=f"the reference of {schedule} failed")
         step = self._run_plain(variant) if variant.executor == "pytorch" else self._run(variant)
-        step.digests[self._place(What.LOSS, self._layers[-1])] = step.loss.hex()
+        step.digests[self._key(ResultKind.LOSS, self._layers[-1])] = step.loss.hex()
         if is_reference:
             torch.save(step, self._folder / variant.schedule)
             if variant.schedule == REFERENCES[0]:
@@ -229,36 +229,36 @@ class _Checking:
         if reference is None:
             return Row(variant, "reference")
         same_sums = usual and summed is not None and not is_reference
-        row = self._compared(variant, step, reference, same_sums=same_sums)
+        row = self._compare(variant, step, reference, same_sums=same_sums)
         if row.verdict == "differs" and step.of_micro_batches:
             return Row(variant, "differs, as it must", row.difference, text=step.of_micro_batches)
         return row
 
-    def _compared(self, variant: Variant, step: Step, reference: Step, *, same_sums: bool) -> Row:
+    def _compare(self, variant: Variant, step: Step, reference: Step, *, same_sums: bool) -> Row:
         """The row of a variant. Those with the `same_sums` as the reference are compared bit by bit. All others, and
         plain PyTorch, may differ within the tolerance: their gradients together, and the buffers of each module."""
         plain = variant.executor == "pytorch"
         spec = self._specs[variant]
-        first = self._first(first_difference(step.digests, reference.digests)) if same_sums else None
+        first = self._first_of_all(first_difference(step.digests, reference.digests)) if same_sums else None
         if same_sums and first is None and not plain:
             return Row(variant, "identical")
         share, layer = self._distance(step.gradients, reference.gradients)
-        row = within(variant, share, TOLERANCE[self._config.precision])
+        row = tolerance_row(variant, share, TOLERANCE[self._config.precision])
         if (plain or not same_sums) and not row.bad and (first is None or share):
-            first = self._first(self._other_buffer(step.buffers, reference.buffers))
+            first = self._first_of_all(self._other_buffer(step.buffers, reference.buffers))
             if first is None:
                 return row
         if first is not None:
-            return differs(variant, spec, first, share)
+            return difference_row(variant, spec, first, share)
         # with finite numbers, which add up, the layer is known
         return replace(row, layer=layer, stage=spec.stage_of(layer)) if row.difference else row
 
-    def _first(self, place: Place | None) -> Place | None:
+    def _first_of_all(self, key: ResultKey | None) -> ResultKey | None:
         """The first of the places of all processes."""
-        places = [other for other in self.control.collect(place) if other is not None]
-        return min(places, default=None)
+        keys = [other for other in self.control.collect(key) if other is not None]
+        return min(keys, default=None)
 
-    def _other_buffer(self, buffers: Tensors, references: Tensors) -> Place | None:
+    def _other_buffer(self, buffers: Tensors, references: Tensors) -> ResultKey | None:
         """The first of this process's buffers that differs from a reference's by more than a share of its norm, which
         is taken of all buffers of a shape in a module: a running mean may be zero but for rounding."""
         kinds: dict[tuple[str, torch.Size], list[str]] = {}
@@ -271,7 +271,7 @@ class _Checking:
             )
             if not torch.equal(values, wanted) and not (values - wanted).norm() <= _BUFFER_TOLERANCE * values.norm():
                 worst = (values - wanted).abs().reshape(len(names), -1).sum(dim=1).argmax()
-                different.append(self._place(What.BUFFER, names[int(worst)]))
+                different.append(self._key(ResultKind.BUFFER, names[int(worst)]))
         return min(different, default=None)
 
     def _run_plain(self, variant: Variant) -> Step:
@@ -287,17 +287,17 @@ class _Checking:
         self._observe(model, digests)
         mini_batch = first_mini_batch(self._reader, config.micro_batches)
 
-        def begins(micro_batch: int) -> None:
-            self._current = What.OUTPUT, micro_batch
+        def before_micro_batch(micro_batch: int) -> None:
+            self._current = ResultKind.OUTPUT, micro_batch
 
         def current() -> int:
             return self._current[1]
 
         with seeding_layers(model, 0, config.seed, device, current), tracking_mini_batch(model, current):
-            loss = run_plain(model, engine.spec, config, mini_batch, mini_batch.shard.sizes, begins)()
+            loss = run_plain(model, engine.spec, config, mini_batch, mini_batch.shard.sizes, before_micro_batch)()
         parameters = dict(model.named_parameters())
         gradients = _gradients(parameters)
-        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
+        digests |= self._digests(ResultKind.GRADIENT, {name: gradients.get(name) for name in parameters})
         return Step(loss, digests, gradients, _on_cpu(model.named_buffers()))
 
     def _run(self, variant: Variant) -> Step:
@@ -316,37 +316,35 @@ class _Checking:
         gradients = _gradients(parameters)
         update_weights(engine, numbers, rate)
         engine.executor.drain_sends()
-        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
+        digests |= self._digests(ResultKind.GRADIENT, {name: gradients.get(name) for name in parameters})
         for stage_parameters in engine.parameters.values():
-            digests |= self._digests(What.WEIGHT, stage_parameters)
+            digests |= self._digests(ResultKind.WEIGHT, stage_parameters)
         buffers = _on_cpu(chain.from_iterable(module.named_buffers() for module in modules))
-        digests |= self._digests(What.BUFFER, buffers)
+        digests |= self._digests(ResultKind.BUFFER, buffers)
         loss = gather_metrics(engine, numbers)().totals.means[0]
         return Step(loss, digests, gradients, buffers, next(iter(reasons), ""))
 
     def _on_action(self, action: Action, samples: int, lengths: Sequence[int]) -> None:
-        self._current = What.OUTPUT if action.kind is Kind.F else What.RECOMPUTED_OUTPUT, action.micro_batch
+        self._current = ResultKind.OUTPUT if action.kind is Kind.F else ResultKind.RECOMPUTED_OUTPUT, action.micro_batch
         self._process.on_action(action, samples, lengths)
 
     def _observe(self, model: nn.Module, digests: Digests) -> None:
         """Record a digest of every layer's output in `digests`."""
 
-        def ended(name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-            what, micro_batch = self._current
-            digests[self._place(what, name, micro_batch)] = digest(as_tuple(outputs))
+        def after_layer(name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+            kind, micro_batch = self._current
+            digests[self._key(kind, name, micro_batch)] = digest(as_tuple(outputs))
 
         for name, layer in model.named_children():
-            layer.register_forward_hook(partial(ended, name))
+            layer.register_forward_hook(partial(after_layer, name))
 
-    def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
+    def _digests(self, kind: ResultKind, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
         """The digests of parameters, gradients or buffers by name; the name begins with that of the layer."""
-        return {
-            self._place(what, name): "" if tensor is None else digest((tensor,)) for name, tensor in tensors.items()
-        }
+        return {self._key(kind, name): "" if tensor is None else digest((tensor,)) for name, tensor in tensors.items()}
 
-    def _place(self, what: What, name: str, micro_batch: int = 0) -> Place:
+    def _key(self, kind: ResultKind, name: str, micro_batch: int = 0) -> ResultKey:
         number = self._layers.index(layer_of(name))
-        return Place(what, -number if what is What.GRADIENT else number, micro_batch, name)
+        return ResultKey(kind, -number if kind is ResultKind.GRADIENT else number, micro_batch, name)
 
     def _engine(self, variant: Variant) -> Engine:
         """A new engine for a variant, with the weights from which all variants start."""
@@ -357,7 +355,7 @@ class _Checking:
         )  # fmt: skip
         fine_tune(engine, self._source, self._classes)
         if config.compile:
-            with self.control.waits(Awaited.COMPILER):
+            with self.control.blocked_on(BlockedOn.COMPILER):
                 sizes = sorted(set(micro_batch_sizes(self._samples, config.micro_batches)))
                 engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
         engine.set_progress(1.0)  # drop-path as at the end of training: at the beginning it drops nothing
@@ -399,11 +397,11 @@ def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
     before: list[torch.Tensor] = []
     buffers: list[tuple[torch.Tensor, int]] = []
 
-    def begins(layer: nn.Module, inputs: Any) -> None:
+    def before_layer(layer: nn.Module, inputs: Any) -> None:
         before[:] = [generator.get_state() for generator in generators(device)]
         buffers[:] = [(buffer, buffer._version) for buffer in layer.buffers()]
 
-    def ended(layer: nn.Module, inputs: Any, outputs: Any) -> None:
+    def after_layer(layer: nn.Module, inputs: Any, outputs: Any) -> None:
         after = [generator.get_state() for generator in generators(device)]
         if not all(map(torch.equal, after, before)):
             reasons.append("random numbers, as for dropout, are drawn for each micro-batch")
@@ -412,8 +410,8 @@ def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
             reasons.append("layers change buffers of their own with each micro-batch")
 
     for layer in layers.children():
-        layer.register_forward_pre_hook(begins)
-        layer.register_forward_hook(ended)
+        layer.register_forward_pre_hook(before_layer)
+        layer.register_forward_hook(after_layer)
     return reasons
 
 
@@ -447,10 +445,11 @@ def run_plain(
     config: TrainConfig,
     mini_batch: MiniBatch,
     sizes: Sequence[int],
-    begins: Callable[[int], None],
+    before_micro_batch: Callable[[int], None],
 ) -> Callable[[], float]:
-    """Run the forward and the backward of a mini-batch, in pieces of `sizes` samples, by calling `model`; `begins` is
-    called with the number of each. Returns a function that gives the mean loss, and waits for the device."""
+    """Run the forward and the backward of a mini-batch, in pieces of `sizes` samples, by calling `model`;
+    `before_micro_batch` is called with the number of each. Returns a function that gives the mean loss, and waits for
+    the device."""
     inputs, targets = to_first_device(config, spec, mini_batch.inputs()), mini_batch.targets()
     device = torch.device(spec.layout.devices[-1])
     objective = build_loss(config, targets, sizes, config.label_smoothing, device)
@@ -459,8 +458,8 @@ def run_plain(
     assert objective is not None
     losses = []
     for number, piece in enumerate(split_all(inputs, sizes)):
-        begins(number)
-        with autocast(device, COMPUTED_IN[spec.precision]):
+        before_micro_batch(number)
+        with autocast(device, AUTOCAST_DTYPE[spec.precision]):
             losses.append(objective.loss(number, as_tuple(model(as_value(piece)))))
     for loss in reversed(losses):  # the order in which schedule gpipe sums gradients
         loss.backward()
@@ -509,7 +508,7 @@ def seeding_layers(
         handle.remove()
 
 
-def summed_as(order: Schedule) -> str | None:
+def reference_schedule(order: Schedule) -> str | None:
     """The schedule of `REFERENCES` that sums the gradients of every weight in the same order; None if neither does."""
     for name, downwards in zip(REFERENCES, (True, False), strict=True):
         if all(
@@ -530,18 +529,19 @@ def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
 
 
-def first_difference(digests: Digests, reference: Digests) -> Place | None:
+def first_difference(digests: Digests, reference: Digests) -> ResultKey | None:
     """The first place in this process's stages where a variant differs from its reference; None if there is none."""
     different = [
-        place
-        for place, value in digests.items()
+        key
+        for key, value in digests.items()
         # a recomputed output is compared with the output of the reference, which does not recompute
-        if value != reference.get(place._replace(what=What.OUTPUT) if place.what is What.RECOMPUTED_OUTPUT else place)
+        if value
+        != reference.get(key._replace(kind=ResultKind.OUTPUT) if key.kind is ResultKind.RECOMPUTED_OUTPUT else key)
     ]
     return min(different, default=None)
 
 
-def within(variant: Variant, difference: float, tolerance: float) -> Row:
+def tolerance_row(variant: Variant, difference: float, tolerance: float) -> Row:
     """The row of a variant that is compared by tolerance, as its sums have another order than the reference's."""
     if difference == 0:
         return Row(variant, "identical")
@@ -550,17 +550,17 @@ def within(variant: Variant, difference: float, tolerance: float) -> Row:
     return Row(variant, "within tolerance" if difference <= tolerance else "differs", difference)
 
 
-def differs(variant: Variant, spec: PipelineSpec, first: Place, distance: float) -> Row:
-    match first.what:
-        case What.OUTPUT:
+def difference_row(variant: Variant, spec: PipelineSpec, first: ResultKey, distance: float) -> Row:
+    match first.kind:
+        case ResultKind.OUTPUT:
             text = f"micro-batch {first.micro_batch} leaves layer {first.layer} with other values"
-        case What.RECOMPUTED_OUTPUT:
+        case ResultKind.RECOMPUTED_OUTPUT:
             text = f"layer {first.layer} gives other values when micro-batch {first.micro_batch} is recomputed"
-        case What.LOSS:
+        case ResultKind.LOSS:
             text = "the loss is another, though all layers gave the same"
-        case What.GRADIENT:
+        case ResultKind.GRADIENT:
             text = f"the gradient of {first.name} is another, though all layers gave the same"
-        case What.BUFFER | What.WEIGHT:
+        case ResultKind.BUFFER | ResultKind.WEIGHT:
             alike = "agree" if distance else "are the same"
             text = f"{first.name} is another after the step, though all gradients {alike}"
     return Row(
@@ -569,6 +569,6 @@ def differs(variant: Variant, spec: PipelineSpec, first: Place, distance: float)
         difference=distance if math.isfinite(distance) else None,
         layer=first.layer,
         stage=spec.stage_of(first.layer),
-        micro_batch=first.micro_batch if first.what in (What.OUTPUT, What.RECOMPUTED_OUTPUT) else None,
+        micro_batch=first.micro_batch if first.kind in (ResultKind.OUTPUT, ResultKind.RECOMPUTED_OUTPUT) else None,
         text=text,
     )

@@ -15,19 +15,19 @@ from gpipe_cli.config.pipeline_settings import PipelineSettings
 from gpipe_cli.config.schema import Count
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
-from gpipe_cli.distributed.rendezvous import Decision, agree
+from gpipe_cli.distributed.rendezvous import Decision, broadcast_decision
 from gpipe_cli.distributed.torchrun_env import Torchrun, limit_waits
 from gpipe_cli.errors import InputError, InvalidSettingError, describe_error
 from gpipe_cli.models.custom import why_not_sequential
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, share_memory, uses_in
-from gpipe_cli.planner.cut import balanced
+from gpipe_cli.planner.cut import balance_layers
 from gpipe_cli.planner.data_sheet import sheet_of_devices
-from gpipe_cli.planner.device_rates import rates_of_sheet
+from gpipe_cli.planner.device_rates import rates_of_data_sheet
 from gpipe_cli.planner.layout import Layout, place_stages
 from gpipe_cli.planner.model_profile import TracedModel
 from gpipe_cli.schedule.named_schedules import SCHEDULES
 from gpipe_cli.schedule.schedule import RecomputeMode
-from gpipe_cli.system.accelerator import TYPE, number_of_devices, use_device
+from gpipe_cli.system.accelerator import DEVICE_TYPE, number_of_devices, use_device
 
 _TIMEOUT_SECONDS = 600.0  # longest wait for a message of another process
 
@@ -46,20 +46,20 @@ class Arguments(PipelineSettings):
     devices: tuple[str, ...] | None
 
 
-def place(arguments: Arguments, started: Torchrun | None) -> Layout:
+def place_on_devices(arguments: Arguments, torchrun: Torchrun | None) -> Layout:
     """The layout of a pipeline over the processes of torchrun, or the devices of this process, which have as many
     threads as the program has set. Under torchrun only the device of this process is known, and is entered for all
     processes.
 
     Raises InputError as `place_stages`, for devices that this machine does not have, and for replicas without torchrun.
     """
-    if arguments.replicas > 1 and started is None:
+    if arguments.replicas > 1 and torchrun is None:
         why = "each replica is in processes of its own; start them with torchrun"
         raise InvalidSettingError("replicas", arguments.replicas, why)
     gpus = number_of_devices()
     threads = torch.get_num_threads()
     if arguments.devices is None:
-        return place_stages(arguments, gpus, threads, started)
+        return place_stages(arguments, gpus, threads, torchrun)
     if not arguments.devices:
         raise InvalidSettingError(
             "devices", [], "there is none; give at least one, such as devices=['cpu'], or leave it out"
@@ -67,7 +67,7 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
     devices = [_known_device(name, gpus) for name in arguments.devices]
     if "cpu" in devices and {*devices} != {"cpu"}:
         raise InvalidSettingError("devices", devices, "has the CPU beside GPUs; give one kind")
-    if started is not None and len(devices) != 1:
+    if torchrun is not None and len(devices) != 1:
         raise InvalidSettingError(
             "devices", devices, "under torchrun a process has one device; give this process's own"
         )
@@ -75,15 +75,15 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
         why = f"there are {len(devices)} devices, and each needs a stage"
         raise InvalidSettingError("partitions", arguments.partitions, f"{why}; use partitions={len(devices)} or more")
     if devices[0] == "cpu":
-        return place_stages(arguments, 0, threads, started)
-    layout = place_stages(arguments, len(devices) if started is None else started.here, threads, started)
-    names = tuple(devices[0 if started is not None else int(name.partition(":")[2])] for name in layout.devices)
+        return place_stages(arguments, 0, threads, torchrun)
+    layout = place_stages(arguments, len(devices) if torchrun is None else torchrun.local_world_size, threads, torchrun)
+    names = tuple(devices[0 if torchrun is not None else int(name.partition(":")[2])] for name in layout.devices)
     return replace(layout, replica_devices=(names,) * layout.replicas)
 
 
 def _known_device(name: str, gpus: int) -> str:
-    device_names = ["cpu", *(f"{TYPE}:{number}" for number in range(gpus))]
-    name = {TYPE: f"{TYPE}:0", "cpu:0": "cpu"}.get(name, name)
+    device_names = ["cpu", *(f"{DEVICE_TYPE}:{number}" for number in range(gpus))]
+    name = {DEVICE_TYPE: f"{DEVICE_TYPE}:0", "cpu:0": "cpu"}.get(name, name)
     if name not in device_names:
         raise InvalidSettingError(
             "devices", [name], f"there is no such device here; there are {', '.join(device_names)}"
@@ -93,15 +93,15 @@ def _known_device(name: str, gpus: int) -> str:
 
 def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes that torchrun has started. A process group that the program has already made is used."""
-    process = 0 if layout.started is None else layout.started.rank
-    connected = layout.started is None or is_connected()
+    rank = 0 if layout.torchrun is None else layout.torchrun.rank
+    connected = layout.torchrun is None or is_connected()
     with limit_waits(_TIMEOUT_SECONDS):
-        start = "" if connected else agree(lambda: Decision(Path.cwd(), None, None)).start
-    devices = [*map(torch.device, layout.devices_of(process))]
-    if layout.started is not None:
+        start = "" if connected else broadcast_decision(lambda: Decision(Path.cwd(), None, None)).start
+    devices = [*map(torch.device, layout.devices_of(rank))]
+    if layout.torchrun is not None:
         use_device(devices[0])
     return connect_processes(
-        process, layout.rank_of_stage, layout.replicas, devices, start, _TIMEOUT_SECONDS, nullcontext, here=False
+        rank, layout.rank_of_stage, layout.replicas, devices, start, _TIMEOUT_SECONDS, nullcontext, is_local=False
     )
 
 
@@ -134,7 +134,7 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
     return layers
 
 
-def copied(layers: nn.Sequential, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
+def copy_modules(layers: nn.Sequential, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
     """Copies of the modules, in which `convert(tensor)` replaces each parameter or buffer `tensor`. Raises
     InvalidSettingError for modules that cannot be copied."""
     replacements = {id(tensor): convert(tensor) for tensor in (*layers.parameters(), *layers.buffers())}
@@ -152,7 +152,7 @@ def check_not_inference(call: str) -> None:
 
 
 @contextmanager
-def without_modes() -> Iterator[None]:
+def disable_modes() -> Iterator[None]:
     """Inside, modes that the program has set are off. Layers are traced on the meta device: detection of anomalies
     would ask for values there, and a dispatch mode would count what is never computed."""
     without_anomalies = torch.autograd.set_detect_anomaly(False)
@@ -160,15 +160,15 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def without_values(tensor: torch.Tensor) -> torch.Tensor:
+def to_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter or buffer on the meta device."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def choose_balance(traced: TracedModel, layout: Layout, process: int, samples: float) -> tuple[int, ...]:
+def choose_balance(traced: TracedModel, layout: Layout, rank: int, samples: float) -> tuple[int, ...]:
     """The number of layers of each partition, by the costs of the layers for micro-batches of `samples` samples on the
     devices of this process, according to their data sheet. Raises InputError for more partitions than layers."""
-    rates = rates_of_sheet(sheet_of_devices(layout.devices_of(process)), layout.threads)
+    rates = rates_of_data_sheet(sheet_of_devices(layout.devices_of(rank)), layout.threads)
     work = [rates.seconds(cost.forward, samples) + rates.seconds(cost.backward, samples) for cost in traced.costs]
-    return balanced(work, len(layout.devices), traced.shared)
+    return balance_layers(work, len(layout.devices), traced.shared)
