@@ -391,7 +391,7 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     return events.LayersCompiled(
         layers=sum(map(len, engine.spec.layer_names)),
         sizes=tuple(sizes),
-        graphs=sum(part.graphs for part, _ in parts),
+        graphs=sum(part.dynamo_graphs for part, _ in parts),
         made=sum(part.made for part, _ in parts),
         found=sum(part.found for part, _ in parts),
         seconds=max(seconds for _, seconds in parts),
