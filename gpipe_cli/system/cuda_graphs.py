@@ -1,4 +1,4 @@
-"""Records CUDA graphs: the `CudaGraphCapturer` of `pipeline/runtime/stage_graphs.py` for NVIDIA's GPUs, and AMD's.
+"""Records CUDA graphs: the `CudaGraphCapturer` of `pipeline/runtime/graph_capture.py` for NVIDIA's GPUs, and AMD's.
 
 torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14 none for CUDA.
 """

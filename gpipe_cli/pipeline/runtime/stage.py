@@ -35,10 +35,12 @@ from gpipe_cli.pipeline.runtime.boundary import (
     in_layout,
     without_graph,
 )
+from gpipe_cli.pipeline.runtime.captured_micro_batch import CapturedMicroBatch, CaptureKind
 from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layers, errors_name_layer
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import AllGather, BatchStatistics, defer_batch_norms, single_replica
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.graph_capture import CudaGraphCapturer
 from gpipe_cli.pipeline.runtime.known_layers import StageLayer, layers_of
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
@@ -46,13 +48,8 @@ from gpipe_cli.pipeline.runtime.module_state import restoring_state
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import mix_in, step_seed
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
-from gpipe_cli.pipeline.runtime.stage_graphs import (
-    CapturedMicroBatch,
-    CaptureKind,
-    CudaGraphCapturer,
-    Seeds,
-    StageCudaGraphs,
-)
+from gpipe_cli.pipeline.runtime.stage_graphs import StageCudaGraphs
+from gpipe_cli.pipeline.runtime.static_memory import Seeds
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import generators, using_device
 
@@ -244,20 +241,31 @@ class Stage:
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool
     ) -> tuple[torch.Tensor | None, ...]:
         """B, or I if it is `split`."""
-        saved, roots, root_gradients = self._begin_backward(micro_batch, gradients)
+        saved = self._saved.pop(micro_batch)
+        assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
+        from_loss = self._objective is not None
         if saved.captured is not None:
-            if self._objective is not None:
-                if roots:
-                    torch.autograd.backward(roots)
-                gradients = tuple(output.grad for output in saved.outputs)
             assert self.cuda_graphs is not None
+            if from_loss:
+                gradients, from_loss = _loss_gradients(saved), False
             if self.cuda_graphs.backward_matches(saved.captured, gradients):
                 return self._replay_backward(micro_batch, saved.captured, gradients)
             leaves, outputs = self._compute(_copies(saved.captured.inputs), True, self._make_seeder(micro_batch))
-            pairs = [*zip(_roots(outputs), gradients, strict=True)]
-            roots = [root for root, gradient in pairs if root is not None and gradient is not None]
-            root_gradients = [gradient for root, gradient in pairs if root is not None and gradient is not None]
-            saved = _InFlight(leaves)
+            saved = _InFlight(leaves, _roots(outputs))
+        return self._eager_backward(micro_batch, saved, None if from_loss else gradients, split=split)
+
+    def _eager_backward(
+        self, micro_batch: int, saved: _InFlight, gradients: Sequence[torch.Tensor | None] | None, *, split: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run the autograd graph backward from the outputs with these gradients; None: from the loss."""
+        assert saved.roots is not None
+        given = (None,) * len(saved.roots) if gradients is None else gradients
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(saved.roots, given, strict=True)
+            if root is not None and (gradient is not None or gradients is None)
+        ]
+        roots, root_gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
         if split:
             count_gradient = partial(self.counter.count_gradient, micro_batch)
             deferred = backward_inputs(roots, root_gradients, count_gradient) if roots else []
@@ -279,21 +287,6 @@ class Stage:
         else:
             backward_weights(deferred)
         self.counter.drop(micro_batch)
-
-    def _begin_backward(
-        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[_InFlight, list[GradientEdge], list[torch.Tensor | None]]:
-        """What was saved, the edges where the backward starts, and the gradients of these edges."""
-        saved = self._saved.pop(micro_batch)
-        assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
-        if self._objective is not None:
-            gradients = (None,) * len(saved.roots)
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(saved.roots, gradients, strict=True)
-            if root is not None and (gradient is not None or self._objective is not None)
-        ]
-        return saved, [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
     def _try_replay(self, micro_batch: int, inputs: Tensors, retain: Retain) -> CapturedMicroBatch | None:
         """Replay the forward, and return its slot; None if the layers have to run."""
@@ -350,9 +343,8 @@ class Stage:
         `inputs` describes what the first layer gets. Gradients and buffers stay as they are. Raises
         InvalidSettingError, which names the layer that does not compile.
         """
-        with using_device(self.device), restoring_state(self.module) as attributes:
-            # all but the buffers of modules stay: compiled code relies on what a first call leaves in attributes
-            attributes[:] = attributes[1::2]
+        # compiled code relies on what a first call leaves in attributes
+        with using_device(self.device), restoring_state(self.module, keep_attributes=True):
             zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]
             given = tuple(
                 in_layout(tensor, self._memory_format).requires_grad_(described.requires_grad)
@@ -510,6 +502,13 @@ class Stage:
 def _grad_mode(enabled: bool) -> AbstractContextManager[object]:
     """`torch.set_grad_enabled`, which costs as much as a small layer, where it changes something."""
     return _NOTHING if torch.is_grad_enabled() is enabled else torch.set_grad_enabled(enabled)
+
+
+def _loss_gradients(saved: _InFlight) -> OptionalTensors:
+    """Run the loss backward: the gradients of replayed outputs."""
+    if roots := [root for root in saved.roots or () if root is not None]:
+        torch.autograd.backward(roots)
+    return tuple(output.grad for output in saved.outputs)
 
 
 def _copies(tensors: Tensors) -> Tensors:

@@ -384,7 +384,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a buffer is dropped before its sums have come":
         (Replicas, "_launch_ready_sums", drops_what_it_receives, "sums", r"of compute .* is freed while sum uses it"),
     "a thread writes a checkpoint that has not arrived":
-        (Snapshot, "take", arrives_at_once, "copied", r"^the host .* reads .* that aten::copy_ has written"),
+        (Snapshot, "copy_to_host", arrives_at_once, "copied", r"^the host .* reads .* that aten::copy_ has written"),
     "a checkpoint is overwritten while it is written":
         (None, "", None, "overwritten", r"^aten::copy_ .* writes .* that the host has read on thread"),
     "the host reads what has not arrived":

@@ -15,8 +15,10 @@ from training_runs import assert_same_tensors
 
 from gpipe_cli import Pipeline
 from gpipe_cli.pipeline.runtime import boundary, stage, stage_graphs
+from gpipe_cli.pipeline.runtime.capture_guards import Guards
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.static_memory import StaticMemory
 from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.training import pipeline_part
 
@@ -213,12 +215,12 @@ def _one_pool(patch: pytest.MonkeyPatch) -> Change:
 
 
 def _frozen_number(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs._Guards, "changed", lambda frozen: "")
+    patch.setattr(Guards, "changed", lambda guards: "")
     return scales
 
 
 def _moved_weights(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs._Guards, "changed", lambda frozen: "")
+    patch.setattr(Guards, "changed", lambda guards: "")
     return moves_weights
 
 
@@ -233,7 +235,7 @@ def _no_copy(patch: pytest.MonkeyPatch) -> Change:
 
 
 def _gradients_elsewhere(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs.StageCudaGraphs, "_use_static_grads", lambda graphs, parameters: None)
+    patch.setattr(StaticMemory, "use_gradients", lambda memory, parameters: None)
     return nothing
 
 
