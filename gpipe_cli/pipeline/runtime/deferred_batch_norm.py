@@ -1,9 +1,9 @@
 """Batch norm under micro-batches: normalize per micro-batch, track per mini-batch (paper sections 2.2 and 6).
 
-Every micro-batch writes its mean and variance into a slot of its own; `commit` merges the slots once per mini-batch. A
+Every micro-batch writes its mean and variance into a separate slot; `commit` merges the slots once per mini-batch. A
 recomputation writes nothing, so nothing is counted twice, and uneven or short mini-batches need no counting of calls.
-The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: with the same inputs the running
-statistics are those of a single big batch.
+The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: the running statistics are the
+same as for a single big batch.
 
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
@@ -94,7 +94,8 @@ class BatchStatistics:
 
     @contextmanager
     def writing_to(self, moments: BatchMoments | None) -> Iterator[None]:
-        """Inside, in a micro-batch's forward, norms in training mode write to these slots anew, or nowhere if None."""
+        """While active, in a micro-batch's forward, norms in training mode overwrite these slots; None: write
+        nothing."""
         for slot in moments or ():
             slot.counts.clear()
         self._written_moments = moments
@@ -120,7 +121,7 @@ class BatchStatistics:
 
     @torch.no_grad()
     def copy(self, moments: BatchMoments, micro_batch: int) -> None:
-        """Take over what a graph has written to `moments` as the moments of a micro-batch."""
+        """Copy what a graph has written to `moments` into the moments of a micro-batch."""
         slots = self.moments_of(micro_batch)
         used = [written for written in moments if written.counts]
         while len(slots) < len(used):
@@ -151,7 +152,7 @@ class BatchStatistics:
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
         the mean would lose digits. Each product and each sum is a separate operation, so that a channel gets the same
-        bits wherever it lies in the flat tensor, hence for any cut.
+        bits anywhere in the flat tensor, hence for any cut.
         """
         if not self._norms or (not used and all_gather is single_replica):
             return []
@@ -194,7 +195,7 @@ class BatchStatistics:
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """How many numbers each norm takes up in a flat tensor: its channels, up to the next aligned address."""
+        """The elements of each norm in a flat tensor: its channels, up to the next aligned address."""
         units = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self._norms]
         return tuple(-(-norm.num_features // unit) * unit for norm, unit in zip(self._norms, units, strict=True))
 
@@ -242,8 +243,8 @@ def _values_of_channels(
 
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
     """Make every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms. They
-    stay the same objects, with their parameters, hooks and whatever else their classes do. Raises InputError as
-    `find_tracking_norms` does."""
+    stay the same objects, with their parameters, hooks and whatever else their classes do. Raises InputError for norms
+    whose statistics cannot be deferred."""
     norms = find_tracking_norms(module)
     for norm in norms:
         vars(norm)["forward"] = _make_deferred_forward(norm, statistics)
@@ -262,7 +263,7 @@ def find_tracking_norms(module: nn.Module) -> list[_BatchNorm]:
             raise InputError(f"layers {owner} and {path}: two batch norms track one running_mean; give each its own")
         if not _is_known(norm):
             raise InputError(
-                f"layer {path} ({type(norm).__name__}): a batch norm with a forward of its own would track statistics "
+                f"layer {path} ({type(norm).__name__}): a batch norm that overrides forward would track statistics "
                 "of micro-batches instead of the mini-batch; use nn.BatchNorm1d, 2d or 3d and do the rest in a module "
                 "around it, or use track_running_stats=False"
             )
@@ -272,8 +273,8 @@ def find_tracking_norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def batch_norm_deferred(module: nn.Module) -> Iterator[None]:
-    """Inside, batch norms below `module` normalize as in a pipeline and track nothing. Raises as
-    `find_tracking_norms`."""
+    """While active, batch norms below `module` normalize as in a pipeline and track nothing. Raises InputError for
+    norms whose statistics cannot be deferred."""
     norms = defer_batch_norms(module, BatchStatistics())
     try:
         yield
@@ -282,7 +283,7 @@ def batch_norm_deferred(module: nn.Module) -> Iterator[None]:
             del vars(norm)["forward"]
 
 
-# Known forwards, by name, so that timm need not be imported. A subclass that inherits such a forward is known, too.
+# Known forwards, by name, so that timm need not be imported. A subclass that inherits such a forward is also known.
 _KNOWN_FORWARDS = (
     ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
     ("timm.layers.norm_act", "BatchNormAct2d.forward"),

@@ -1,4 +1,4 @@
-"""A partition at work: its layers, its device, and what it keeps of each micro-batch between forward and backward.
+"""A partition as it runs: its layers, its device, and what it saves of each micro-batch between forward and backward.
 
 Paper section 2.3: after a forward a stage keeps only its input; before the backward it runs its layers again. Which
 micro-batches are recomputed is not decided here: the executor reads it off the schedule.
@@ -6,11 +6,11 @@ micro-batches are recomputed is not decided here: the executor reads it off the 
 What makes results independent of the cut (law 1), for each layer and not only for each stage:
 
 * the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
-* the tensors between layers, and the gradients that come back through them, always have the same strides and alignment,
-  because kernels are chosen by them, and may sum in another order;
-* a tensor handed over twice becomes two tensors, because their gradients would otherwise be summed in an order that
-  depends on whether a cut lies between. The tensor that a `Stash` keeps and hands on becomes two as well: its gradient
-  is the sum of exactly two gradients, which does not depend on their order.
+* the tensors between layers, and their gradients, always have the same strides and alignment, because kernels are
+  chosen by them, and may sum in another order;
+* a tensor that a layer returns twice becomes two tensors, because their gradients would otherwise be summed in an order
+  that depends on whether a cut follows. The tensor that a `Stash` keeps and returns also becomes two: its gradient is
+  the sum of exactly two gradients, which does not depend on their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,10 +74,9 @@ class _InFlight:
     inputs: Tensors
     # once there is an autograd graph: per output, the edge where its backward starts; None if it needs no gradient
     roots: tuple[GradientEdge | None, ...] | None = None
-    captured: CapturedMicroBatch | None = (
-        None  # of replayed layers; `roots` are then those of the loss, which is not replayed
-    )
-    outputs: Tensors = ()  # the slot's outputs, as leaves of the loss's autograd graph
+    # of replayed layers; `roots` then belong to the loss, which is not replayed
+    captured: CapturedMicroBatch | None = None
+    outputs: Tensors = ()  # replayed outputs, as leaves of the loss's autograd graph
     changed: ChangedBuffers = field(default_factory=list)  # buffers of layers, with which a recomputation begins
 
 
@@ -91,7 +90,8 @@ class Stage:
     nothing. Layers compute in `autocast_dtype` where autocast uses it; `compiled`: in training they run compiled by
     torch.compile.
 
-    Raises InvalidSettingError if layers cannot be compiled here, and InputError as `find_tracking_norms` does.
+    Raises InvalidSettingError if layers cannot be compiled here, and InputError for batch norms that cannot be
+    deferred.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Stage:
             defer_batch_norms(module, self.statistics)
         self._buffers = LayerBuffers(module, self.statistics.norms)
         self.frozen = [named for named in module.named_parameters() if not named[1].requires_grad]
-        # recurrent layers run other kernels where no graph is recorded, on CPUs, with other bits
+        # without an autograd graph, recurrent layers run other kernels on CPUs, with other bits
         self._always_builds_graph = compiled or any(isinstance(inner, nn.RNNBase) for inner in module.modules())
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
@@ -171,7 +171,7 @@ class Stage:
     ) -> None:
         """Called before the first action of a mini-batch. Seeds depend on `step`, which counts mini-batches over the
         whole run, and on a micro-batch's number over all replicas; this pipeline's numbers begin at
-        `first_micro_batch`. `actions` are those of this stage in the step."""
+        `first_micro_batch`. `actions`: this stage's in the step."""
         self._saved.clear()  # of a step that failed
         self._deferred.clear()
         self.statistics.begin_step()
@@ -225,9 +225,9 @@ class Stage:
         self._save(micro_batch, _InFlight(leaves, _roots(results)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """B: return the gradients of the inputs; those of parameters are accumulated in `.grad`.
+        """B: return the gradients of the inputs; parameters accumulate theirs in `.grad`.
 
-        `gradients` are those of the outputs; the last stage ignores them, as its backward starts at the loss.
+        `gradients`: of the outputs; the last stage ignores them, as its backward starts at the loss.
         """
         return self._backward(micro_batch, gradients, split=False)
 
@@ -289,7 +289,7 @@ class Stage:
         self.counter.drop(micro_batch)
 
     def _try_replay(self, micro_batch: int, inputs: Tensors, retain: Retain) -> CapturedMicroBatch | None:
-        """Replay the forward, and return its slot; None if the layers have to run."""
+        """Replay the forward, and return the micro-batch; None if the layers have to run."""
         if self.cuda_graphs is None:
             return None
         kind = CaptureKind.SPLIT if micro_batch in self._split else CaptureKind.WHOLE
@@ -299,7 +299,7 @@ class Stage:
         )
 
     def _has_no_autograd_graph(self) -> bool:
-        """Whether there is no graph of autograd over the layers, of a micro-batch whose layers have run."""
+        """Whether no micro-batch in flight has an autograd graph over the layers, as replayed ones have none."""
         has_deferred = any(deferred and isinstance(deferred, list) for deferred in self._deferred.values())
         return not has_deferred and all(
             saved.roots is None or saved.captured is not None for saved in self._saved.values()
@@ -308,7 +308,7 @@ class Stage:
     def _finish_replayed_forward(
         self, micro_batch: int, captured: CapturedMicroBatch, retain: Retain, *, observe: bool
     ) -> Tensors:
-        """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the slot's
+        """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the
         outputs, which the next replay overwrites."""
         graph = retain is Retain.ACTIVATIONS
         leaves = captured.outputs
@@ -393,7 +393,7 @@ class Stage:
         if not self.module.training:
             return lambda place: None
         seeds = self._layer_seeds(micro_batch)
-        before_loss = len(self._layers) - 1 if self._objective is not None else None  # a loss may draw, too
+        before_loss = len(self._layers) - 1 if self._objective is not None else None  # a loss may also draw
 
         def seed(place: int) -> None:
             if self._layers[place].draws or place == before_loss:
@@ -403,9 +403,9 @@ class Stage:
         return seed
 
     def _compute(self, inputs: Tensors, graph: bool, begin: Callable[[int], None]) -> tuple[Tensors, Tensors]:
-        """Run all layers; returns the inputs, as leaves if autograd records a graph, and the outputs. `begin` is
-        called before each layer with its place. Without `graph`, compiled and recurrent layers record a graph all the
-        same, so that they run the same code as in a recomputation; the graph is dropped layer by layer."""
+        """Run all layers; returns the inputs, as leaves of the autograd graph if there is one, and the outputs. `begin`
+        is called before each layer with its place. Without `graph`, compiled and recurrent layers still build one, so
+        that they run the same code as in a recomputation; it is dropped layer by layer."""
         drop = self._always_builds_graph and self.module.training and not graph
         with _grad_mode(graph or drop), self._autocast():
             leaves = self._leaves(inputs) if graph or drop else inputs
@@ -432,7 +432,7 @@ class Stage:
         return (*inputs, *chain.from_iterable(skips.values()))
 
     def _split_off_skips(self, inputs: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
-        """The inputs of the first layer, and the skips that later layers take up, by name."""
+        """The inputs of the first layer, and the skips that later layers pop, by name."""
         names = self._skips[self.module.training]
         split = len(inputs) - len(names)
         skips: dict[str, Tensors] = {}
@@ -464,7 +464,7 @@ class Stage:
 
     def _to_boundary_layout(self, tensor: torch.Tensor, *, new_view: bool = False, dense: bool = False) -> torch.Tensor:
         """A tensor in the form that it has between layers; `new_view`: as a new view; `dense`: its gradient is known to
-        have that form, too."""
+        also have that form."""
         tensor = self._in_layout(tensor)
         if tensor.requires_grad:
             if new_view:
@@ -477,15 +477,15 @@ class Stage:
         return _NOTHING if self._autocast_dtype is None else autocast(self.device, self._autocast_dtype)
 
     def _check_no_new_gradients(self, outputs: Tensors) -> None:
-        """Raises InputError for an output that requires a gradient, and did not when the model was traced: none would
-        come back."""
+        """Raises InputError for an output that requires a gradient but did not when the model was traced: this stage
+        would not receive it."""
         for tensor, described in zip(outputs, self._outputs, strict=False):
             if tensor.requires_grad and not described.requires_grad:
                 layer = f"Stash {described.skip}" if described.skip else f"layer {self._layers[-1].name}"
                 raise InputError(
-                    f"{layer} hands on a tensor {tuple(tensor.shape)} that requires a gradient, and did not when the "
-                    f"model was traced, so that none comes back to stage {self.index}; build the pipeline anew where "
-                    "parameters take part, or are trained, only later"
+                    f"{layer} returns a tensor {tuple(tensor.shape)} that requires a gradient but did not when the "
+                    f"model was traced: stage {self.index} would get no gradient; rebuild the pipeline when parameters "
+                    "begin to be used or trained"
                 )
 
     def _apply_objective(self, micro_batch: int, outputs: Tensors, graph: bool, *, observe: bool) -> Tensors:
