@@ -243,16 +243,15 @@ class Stage:
         """B, or I if it is `split`."""
         saved = self._saved.pop(micro_batch)
         assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
-        from_loss = self._objective is not None
-        if saved.captured is not None:
-            assert self.cuda_graphs is not None
-            if from_loss:
-                gradients, from_loss = _loss_gradients(saved), False
-            if self.cuda_graphs.backward_matches(saved.captured, gradients):
-                return self._replay_backward(micro_batch, saved.captured, gradients)
-            leaves, outputs = self._compute(_copies(saved.captured.inputs), True, self._make_seeder(micro_batch))
-            saved = _InFlight(leaves, _roots(outputs))
-        return self._eager_backward(micro_batch, saved, None if from_loss else gradients, split=split)
+        if saved.captured is None:
+            return self._eager_backward(micro_batch, saved, gradients if self._objective is None else None, split=split)
+        assert self.cuda_graphs is not None
+        if self._objective is not None:
+            gradients = _loss_gradients(saved)
+        if self.cuda_graphs.backward_matches(saved.captured, gradients):
+            return self._replay_backward(micro_batch, saved.captured, gradients)
+        leaves, outputs = self._compute(_copies(saved.captured.inputs), True, self._make_seeder(micro_batch))
+        return self._eager_backward(micro_batch, _InFlight(leaves, _roots(outputs)), gradients, split=split)
 
     def _eager_backward(
         self, micro_batch: int, saved: _InFlight, gradients: Sequence[torch.Tensor | None] | None, *, split: bool
@@ -403,8 +402,8 @@ class Stage:
         return seed
 
     def _compute(self, inputs: Tensors, graph: bool, begin: Callable[[int], None]) -> tuple[Tensors, Tensors]:
-        """Run all layers; returns the inputs, as leaves of the autograd graph if there is one, and the outputs. `begin`
-        is called before each layer with its place. Without `graph`, compiled and recurrent layers still build one, so
+        """Run all layers; returns the inputs, as leaves of the autograd graph if it is built, and the outputs. `begin`
+        is called before each layer with its place. Without `graph`, compiled and recurrent layers still build it, so
         that they run the same code as in a recomputation; it is dropped layer by layer."""
         drop = self._always_builds_graph and self.module.training and not graph
         with _grad_mode(graph or drop), self._autocast():
