@@ -69,7 +69,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the one on which this thread, and threads of libraries that ask it, allocate and launch."""
+    """Make `device` the device on which this thread, and threads of libraries that ask it, allocate and launch."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 

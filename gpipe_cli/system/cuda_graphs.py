@@ -62,7 +62,7 @@ class TorchGraphCapturer:
             graph.register_generator_state(state)
         self._default_state = self._default.graphsafe_get_state()
         try:
-            # other threads, such as the one that pins the next mini-batch, may call CUDA meanwhile
+            # other threads, such as a thread that pins the next mini-batch, may call CUDA meanwhile
             with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph
         finally:

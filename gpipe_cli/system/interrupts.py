@@ -65,8 +65,7 @@ def catch_interrupts(*, immediately: bool = True, on_stop: Callable[[], None] | 
 @contextmanager
 def defer_signals() -> Iterator[Callable[[], None]]:
     """Around a fork: defers signals to its end. An exception raised by a handler in an at-fork callback (such as
-    logging's) would be printed and lost. Yields a function that ends the deferral, for the child, which begins
-    deferring.
+    logging's) would be printed and lost. Yields a function that ends the deferral, which the child must call.
 
     A signal mask would not do: it covers a single thread, and the kernel would hand the signal to NumPy's threads.
     """

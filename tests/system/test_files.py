@@ -37,7 +37,7 @@ time.sleep(60)
 
 
 def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
-    """The line names the file itself, not the one beside it."""
+    """The line names the file itself, not the one next to it."""
     file = tmp_path / "page.html"
     write_atomic(file, "old")
     (tmp_path / "taken").mkdir()

@@ -45,14 +45,14 @@ class CapturedMicroBatch:
     key: CaptureKey
     index: int  # of its pool
     memory: StaticMemory
-    inputs: Tensors  # leaves of autograd's graph, if there is one
+    inputs: Tensors  # leaves of the autograd graph in training
     forward: CudaGraph
     outputs: Tensors  # overwritten by the stage's next forward
     requires_grad: Sequence[bool]  # whether each output requires a gradient
-    receives_grad: Sequence[bool]  # whether each output gets one: not if nothing uses it
+    receives_grad: Sequence[bool]  # whether each output gets it: not if nothing uses the output
     moments: BatchMoments  # of batch norms, written by the forward
     saved: StorageBytes  # what the forward keeps for the backward
-    gradients: Tensors = ()  # of the outputs that get one, read by `backward`
+    gradients: Tensors = ()  # of the outputs that get them, read by `backward`
     input_gradients: OptionalTensors = ()  # overwritten by the stage's next backward
     backward: CudaGraph | None = None  # B or I
     weights: CudaGraph | None = None  # W

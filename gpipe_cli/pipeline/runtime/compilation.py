@@ -1,4 +1,4 @@
-"""Layers compiled by torch.compile, one by one, so that the compiled code does not depend on the cut (law 1).
+"""Layers compiled by torch.compile separately, so that the compiled code does not depend on the cut (law 1).
 
 All layers are compiled through one function, whose compiled versions torch caches by types, shapes and settings: equal
 layers are compiled once per process. Torch's cache on disk serves the other processes of the run, and later runs. A

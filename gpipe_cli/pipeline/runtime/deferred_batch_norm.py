@@ -2,8 +2,8 @@
 
 Every micro-batch writes its mean and variance into a separate slot; `commit` merges the slots once per mini-batch. A
 recomputation writes nothing, so nothing is counted twice, and uneven or short mini-batches need no counting of calls.
-The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: the running statistics are the
-same as for a single big batch.
+The merged variance is unbiased, of the whole mini-batch, as in `nn.BatchNorm`: the running statistics are the same as
+for a single big batch.
 
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
@@ -44,12 +44,12 @@ class _MomentSlot:
 
 
 BatchMoments: TypeAlias = list[_MomentSlot]
-"""The slots of a micro-batch: one for each application of a norm in a forward; in most models a single slot."""
+"""The slots of a micro-batch: a slot for each application of a norm in a forward; in most models a single slot."""
 
 
 class BatchStatistics:
-    """The slots of a stage's batch norms, one slot per micro-batch. All norms share a slot's flat tensor, so that a
-    commit costs a dozen operations per stage, not per norm.
+    """The slots of a stage's batch norms, by micro-batch. All norms share a slot's flat tensor, so that a commit costs
+    a dozen operations per stage, not per norm.
 
     A norm's width in that tensor is its C channels plus padding, so that the next norm begins at an aligned address.
     The padding holds zeros, and is computed like any channel.

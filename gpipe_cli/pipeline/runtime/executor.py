@@ -1,6 +1,6 @@
 """Runs a schedule: what F, R, B, I and W mean (paper section 2.2, Figure 2(c)).
 
-A process performs, in order, the actions of its stages: one, some or all stages of the pipeline; only the transport
+A process performs, in order, the actions of its stages: a single stage, some or all of the pipeline; only the transport
 differs. There is no other path: training with one partition and evaluation are also schedules.
 """
 

@@ -33,10 +33,10 @@ Returns the inputs, as leaves of the autograd graph, and the outputs."""
 
 
 class CudaGraphCapturer(Protocol):
-    """Captures graphs on one device (`system/cuda_graphs.py`)."""
+    """Captures graphs on a device (`system/cuda_graphs.py`)."""
 
     def new_pool(self) -> Any:
-        """Memory for graphs of which only one is in use at a time."""
+        """Memory for graphs that are never in use at the same time."""
 
     def new_rng_state(self) -> RngState: ...
 
@@ -90,7 +90,7 @@ class GraphCapture:
         self, key: CaptureKey, index: int, inputs: Tensors, seeds: Seeds, receives_grad: Sequence[bool] | None
     ) -> tuple[CapturedMicroBatch, Results]:
         """Capture the graphs of a micro-batch, for the pool `index`. `receives_grad`: whether each output gets a
-        gradient; None: those that require one. Also returns what the layers themselves compute for `inputs`. Raises
+        gradient; None: those that require it. Also returns what the layers themselves compute for `inputs`. Raises
         UncapturableError for layers that cannot be captured, and whatever layers, autograd and the driver raise."""
         keeps = key.kind is not CaptureKind.FORWARD
         memory = self._memory

@@ -55,8 +55,8 @@ def returns_dense_gradients(layer: nn.Module) -> bool:
 
 
 def makes_dense_outputs(layer: nn.Module) -> bool:
-    """Whether a layer is known to return a dense tensor in its own memory for a dense one, with as many dimensions, and
-    not to change that in place."""
+    """Whether a layer is known to return a dense tensor in separate memory for a dense input, with as many dimensions,
+    and not to change that in place."""
     return _is_as_in_torch(layer) and type(layer) in _RETURN_DENSE_GRADIENTS and not getattr(layer, "inplace", False)
 
 

@@ -14,7 +14,7 @@ can use graphs.
     gradients of inputs       shared                   written by B and I, then copied and sent
     gradients of parameters   shared                   added to by B and W; they are the `.grad` of parameters
 
-"Per micro-batch": for each that is in flight with all activations, as many as the schedule has, and one more for
+"Per micro-batch": for each that is in flight with all activations, as many as the schedule has, and once more for
 forwards that keep nothing, as in evaluation. The memory is in `static_memory.py`, the replays in
 `captured_micro_batch.py`, the capture and its verification in `graph_capture.py`, what graphs take for granted in
 `capture_guards.py`. This file decides which micro-batch is replayed when.
@@ -47,7 +47,7 @@ _MAX_GRAD_MASK_CHANGES = 4  # times that other outputs get a gradient than befor
 
 
 class StageCudaGraphs:
-    """The graphs of one stage, whose layers `compute` runs. Their batch norms write to `statistics`."""
+    """The graphs of a stage, whose layers `compute` runs. Their batch norms write to `statistics`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StageCudaGraphs:
         self._first_steps: dict[CaptureKey, int] = {}  # the first step with such micro-batches
         self._captured: dict[CaptureKey, list[CapturedMicroBatch]] = {}
         self._busy: dict[int, CapturedMicroBatch] = {}  # micro-batches in flight, by the indices of their pools
-        # whether each output gets a gradient, where not all do that require one
+        # whether each output gets a gradient, where not all do that require it
         self._receives_grad: dict[CaptureKey, list[bool]] = {}
         self._grad_mask_changes = 0  # how often other outputs got a gradient than before
         self._guards: dict[bool, Guards] = {}  # of graphs for training, and for evaluation

@@ -23,7 +23,7 @@ class RngState(Protocol):
 
 
 class StaticMemory:
-    """The memory of one stage's graphs. `drop_users` drops the graphs that use a storage, before it is replaced."""
+    """The memory of a stage's graphs. `drop_users` drops the graphs that use a storage, before it is replaced."""
 
     def __init__(self, drop_users: Callable[[torch.UntypedStorage], None]) -> None:
         self._drop_users = drop_users
@@ -109,7 +109,7 @@ class StaticMemory:
 
 @torch.no_grad()
 def copy_into(static: Iterable[torch.Tensor | None], tensors: Iterable[torch.Tensor | None]) -> None:
-    """Copy each tensor into the static one, except where that is None."""
+    """Copy each tensor into static memory, except where that is None."""
     for into, tensor in zip(static, tensors, strict=True):
         if into is not None:
             assert tensor is not None
