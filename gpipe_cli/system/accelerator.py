@@ -1,4 +1,4 @@
-"""All that gpipe asks of an accelerator, in torch's words for any kind: streams, events, copies, seeds, memory, names.
+"""All uses of an accelerator, by torch's names for any kind: streams, events, copies, seeds, memory, names.
 
 These are NVIDIA's GPUs, and AMD's with torch's build for ROCm, which gives them the same type. Another kind needs its
 type in DEVICE_TYPE, and settings for its libraries in `launch/worker.py`.
@@ -53,7 +53,7 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
 
 
 def new_timer(device: torch.device) -> torch.Event:
-    """An event that has a time, and may be recorded again and again."""
+    """An event that measures time, and can be recorded repeatedly."""
     return torch.Event(device, enable_timing=True)
 
 

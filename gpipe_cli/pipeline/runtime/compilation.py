@@ -2,7 +2,7 @@
 
 All layers are compiled through one function, whose compiled versions torch caches by types, shapes and settings: equal
 layers are compiled once per process. Torch's cache on disk serves the other processes of the run, and later runs. A
-layer is compiled as a whole or refused: nothing falls back to slower code unnoticed.
+layer is compiled as a whole or rejected: nothing falls back to slower code unnoticed.
 
 A forward without autograd graph and its recomputation must give the same bits, but torch would compile different code
 for the two. So a compiled layer always builds its graph, and the stage drops it where it is not kept.
@@ -98,7 +98,7 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
 
 
 class _CompiledForward:
-    """The compiled forward that replaces a layer's own.
+    """The compiled forward that replaces a layer's forward.
 
     Compiled code is the same for all micro-batches, so batch norms write their moments into the same memory in every
     call; from there they are copied to the micro-batch's moments in the statistics.
@@ -218,7 +218,7 @@ def _compile_forward() -> Callable[[nn.Module, Any], Any]:
     """`_forward`, compiled for every kind of layer and every shape of its input."""
     from torch import _dynamo, _inductor
 
-    # silences a warning on machines that have the CUDA toolkit but no GPU
+    # silences a warning on machines with the CUDA toolkit but no GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = _UNLIMITED
     _dynamo.config.fail_on_recompile_limit_hit = True

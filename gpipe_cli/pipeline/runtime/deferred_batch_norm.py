@@ -136,9 +136,8 @@ class BatchStatistics:
         last_batch_stats: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         in_order = [slots for _, slots in sorted(self._slots.items())]
         slot_count = max(map(len, in_order), default=0)
-        if (
-            self._norms and self._max_slots is None and all_gather is not single_replica
-        ):  # a replica may have had no sample
+        # a replica may have had no sample
+        if self._norms and self._max_slots is None and all_gather is not single_replica:
             self._max_slots = int(max(all_gather(self._norms[0].running_mean.new_tensor([slot_count]))))
         for number in range(max(slot_count, self._max_slots or 0)):
             used = [slots[number] for slots in in_order if len(slots) > number and slots[number].counts]
@@ -180,7 +179,7 @@ class BatchStatistics:
             return self._norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
         rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
         values, total = _values_of_channels(rows, self._widths, used[0].moments.device)
-        # products of all micro-batches at once, as each product takes a launch; sums in the micro-batches' order
+        # products of all micro-batches together, as each product takes a launch; sums in the micro-batches' order
         means, variances = torch.stack([slot.moments for slot in used], dim=1).double()
         mean = torch.zeros_like(total)
         for weighted in means * values:

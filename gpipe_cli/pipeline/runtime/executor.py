@@ -51,7 +51,7 @@ class _ScheduledAction(NamedTuple):
 
 
 class Executor:
-    """Performs schedules on the `stages` (by index) of this process. `device_of_stage[k]` is the number of stage k's
+    """Performs schedules on the `stages` (by index) of this process. `device_of_stage[k]` is the index of stage k's
     device, for the whole pipeline; `on_action` lets a supervisor report what the process was doing if it is killed."""
 
     def __init__(
@@ -63,9 +63,7 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._on_action = stages, transport, on_action
         self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
-        self._hooked_parameters: list[
-            nn.Parameter
-        ] = []  # parameters with hooks for their gradients, in the newest step
+        self._hooked_parameters: list[nn.Parameter] = []  # with hooks for their gradients, in the newest step
         self._parameters = [*dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())]
         self.timer = StepTimer({index: stage.device for index, stage in stages.items()})
 

@@ -70,7 +70,7 @@ class Routes:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages of which the first sends outputs to the second."""
+        """The pairs (sender, receiver) of stages, as outputs are sent."""
         return tuple((route.sender, route.receiver) for route in self._routes or ())
 
     def tensors(self, sender: int, receiver: int) -> Boundary:

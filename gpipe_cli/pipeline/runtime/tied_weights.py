@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
-Group = tuple[int, ...]  # numbers of the processes of a pipeline that have a tied weight, ascending
+Group = tuple[int, ...]  # ranks, in a pipeline, of the processes that have a tied weight, ascending
 
 
 @dataclass(frozen=True)
