@@ -1,8 +1,8 @@
-"""Graphs on the CPU, for tests: what is dispatched once is recorded, and replayed into the same storages.
+"""Graphs on the CPU, for tests: what is dispatched once is captured, and replayed into the same storages.
 
-A tape has what makes CUDA graphs wrong: Python runs while it is recorded only, so numbers, flags and hooks freeze;
-addresses freeze; what waits for the device (`.item()`) is refused; outputs are overwritten by the next replay; and
-memory that was free when a graph was recorded may hold anything after the replay of another graph of its pool.
+A tape has what makes CUDA graphs wrong: Python runs only during the capture, so numbers, flags and hooks freeze;
+addresses freeze; what waits for the device (`.item()`) raises an error; outputs are overwritten by the next replay; and
+memory that was free when a graph was captured may have any content after the replay of another graph of its pool.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_GARBAGE = 0x7F  # bytes that lie in memory which nothing may read: as floats, huge or no numbers
+_GARBAGE = 0x7F  # bytes of memory which nothing may read: as floats, huge or not numbers
 
 
 class RngState:
@@ -44,7 +44,7 @@ class Tape(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host would wait for the device")
         returned = func(*args, **(kwargs or {}))
-        # tensors of its own, so that those of the program live as long as they would without it
+        # other tensors, so that the program's live as long as they would without it
         self._calls.append((func, *(tree_map_only(torch.Tensor, _alias, of) for of in (args, kwargs or {}, returned))))
         return returned
 
@@ -97,7 +97,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 class Pool:
-    """Memory that the graphs of a slot share: a graph gets what is free when it is recorded."""
+    """Memory that the graphs of a micro-batch share: a graph gets what is free when it is captured."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
@@ -125,14 +125,14 @@ def _in_graph(parameter: nn.Parameter) -> bool:
 
 
 class TapeMaker:
-    """A `CudaGraphCapturer` for the CPU. As in a GPU's, a recording fails while a graph of autograd over one of
+    """A `CudaGraphCapturer` for the CPU. As in a GPU's, a capture fails while an autograd graph over one of
     `parameters` is alive, whose node belongs to the stream on which it was made."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
         self.parameters: Sequence[nn.Parameter] = ()
-        self.failed = 0  # recordings
-        self.recording: Tape | None = None
+        self.failed = 0  # captures
+        self.capturing: Tape | None = None
         self._stale = False
 
     def new_pool(self) -> Pool:
@@ -153,23 +153,23 @@ class TapeMaker:
         if self._stale:
             self.failed += 1
             raise RuntimeError("a node of autograd belongs to another stream")
-        tape = self.recording = Tape(pool.free())
+        tape = self.capturing = Tape(pool.free())
         try:
             with tape:
                 yield tape
         finally:
-            self.recording = None
+            self.capturing = None
         pool.tapes.append(tape)
         self.tapes.append(tape)
 
     def use_rng_state(self, rng: RngState | None) -> None:
-        assert self.recording is not None
+        assert self.capturing is not None
         if rng is not None:
-            self.recording.use_rng_state(rng)
+            self.capturing.use_rng_state(rng)
 
 
 class Full(TapeMaker):
-    """Of a device that has memory for so many graphs."""
+    """Of a device that has memory for that many graphs."""
 
     def __init__(self, graphs: int) -> None:
         super().__init__()
@@ -177,15 +177,15 @@ class Full(TapeMaker):
 
     @contextmanager
     def capture(self, pool: Pool, rng: Sequence[RngState]) -> Iterator[Tape]:
-        with super().capture(pool, rng) as recorded:
-            yield recorded
+        with super().capture(pool, rng) as captured:
+            yield captured
         self.left -= 1
         if self.left < 0:
             raise torch.OutOfMemoryError("no memory is left\nfor a graph")
 
 
 class Memory(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once and made inside, those of a pool and of the host left out."""
+    """The peak bytes of tensors allocated while active, except in a pool or on the host."""
 
     def __init__(self, maker: TapeMaker) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Memory(TorchDispatchMode):
         of_host = func is torch.ops.aten._to_copy.default and args[0].is_floating_point()
         given = {storage(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         for one in tree_leaves(returned):
-            if isinstance(one, torch.Tensor) and not of_host and self._maker.recording is None:
+            if isinstance(one, torch.Tensor) and not of_host and self._maker.capturing is None:
                 memory = one.untyped_storage()
                 if memory._cdata not in self._alive and memory._cdata not in given:
                     self._alive[memory._cdata] = memory.nbytes()

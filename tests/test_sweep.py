@@ -230,7 +230,7 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert first.lock(path) == path
     assert SweepFolder("bench", ["-m"]).lock(path) == tmp_path / "12-00-00_sweep-2", "another of the same second"
     resumed = SweepFolder("bench", ["-m"], path)
-    with pytest.raises(InputError, match=r"12-00-00_sweep: process .* is at work there; wait"):
+    with pytest.raises(InputError, match=r"12-00-00_sweep: process .* is using this folder; wait"):
         resumed.lock(path)
     first.release()
     path.mkdir(exist_ok=True)

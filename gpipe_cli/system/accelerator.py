@@ -1,7 +1,7 @@
-"""All that gpipe asks of an accelerator, in torch's words for any kind: streams, events, copies, seeds, memory, names.
+"""All uses of an accelerator, by torch's names for any kind: streams, events, copies, seeds, memory, names.
 
-These are NVIDIA's GPUs, and AMD's with torch's build for ROCm, which gives them the same type. Another kind needs
-its type in TYPE, and settings for its libraries in `launch/worker.py`.
+These are NVIDIA's GPUs, and AMD's with torch's build for ROCm, which gives them the same type. Another kind needs its
+type in DEVICE_TYPE, and settings for its libraries in `launch/worker.py`.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def torch_supports_accelerator() -> bool:
 
 def number_of_devices() -> int:
     """How many accelerators this process sees. CUDA itself is asked, without opening a context, and remembers its
-    answer: what `hidden_gpus` hides afterwards stays visible to this process, which can fork no workers any more."""
+    answer: what `hidden_gpus` hides afterwards stays visible to this process, which can no longer fork workers."""
     module = torch.get_device_module(DEVICE_TYPE)
     number: int = module.device_count() if module.is_available() else 0
     return number
@@ -53,7 +53,7 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
 
 
 def new_timer(device: torch.device) -> torch.Event:
-    """An event that has a time, and may be recorded again and again."""
+    """An event that measures time, and can be recorded repeatedly."""
     return torch.Event(device, enable_timing=True)
 
 
@@ -69,13 +69,13 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` that on which this thread, and threads of libraries that ask it, allocate and launch."""
+    """Make `device` the device on which this thread, and threads of libraries that ask it, allocate and launch."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
 def using_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, `device` is this thread's: a new thread has device 0, and opens a context there, maybe for nothing."""
+    """A context in which `device` is this thread's: a new thread has device 0, and would open a context on it."""
     return torch.accelerator.device_index(device.index) if is_accelerator(device) else _NO_CONTEXT
 
 
@@ -115,7 +115,7 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that torch's allocator has held at once on an accelerator."""
+    """The maximum that torch's allocator has allocated on an accelerator."""
     return torch.accelerator.max_memory_allocated(device)
 
 

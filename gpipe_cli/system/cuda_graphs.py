@@ -1,4 +1,4 @@
-"""Records CUDA graphs: the `CudaGraphCapturer` of `pipeline/runtime/stage_graphs.py` for NVIDIA's GPUs, and AMD's.
+"""Captures CUDA graphs: the `CudaGraphCapturer` of `pipeline/runtime/graph_capture.py` for NVIDIA's GPUs, and AMD's.
 
 torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14 none for CUDA.
 """
@@ -15,19 +15,19 @@ from gpipe_cli.system.accelerator import generators, is_accelerator, using_devic
 
 @lru_cache
 def graph_maker(device: torch.device) -> "TorchGraphCapturer | None":
-    """What records graphs on `device`; None on a CPU, where launching costs nothing."""
+    """The capturer of graphs on `device`; None on a CPU, where launching costs nothing."""
     return TorchGraphCapturer(device) if is_accelerator(device) else None
 
 
 class TorchGraphCapturer:
-    """Records graphs on a device."""
+    """Captures graphs on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._default = generators(device)[-1]
         self._cuda = torch.get_device_module(device)
         self._default_state = self._default.graphsafe_get_state()
-        self._stream = self._cuda.Stream(device)  # a torch.Stream cannot be recorded on
+        self._stream = self._cuda.Stream(device)  # a torch.Stream cannot be captured
 
     def new_pool(self) -> Any:
         return self._cuda.graph_pool_handle()
@@ -62,7 +62,7 @@ class TorchGraphCapturer:
             graph.register_generator_state(state)
         self._default_state = self._default.graphsafe_get_state()
         try:
-            # other threads, such as that which pins the next mini-batch, may go on calling CUDA
+            # other threads, such as a thread that pins the next mini-batch, may call CUDA meanwhile
             with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph
         finally:

@@ -1,4 +1,4 @@
-"""Reads and writes the program's files: whole or not at all, in folders to which a single run at a time writes.
+"""Reads and writes the program's files: completely or not at all, in folders to which one run at a time writes.
 
 A run leaves a dozen files that other programs read while it runs, or after it was killed: none is ever half a file.
 """
@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 from uuid import uuid4
 
 LOCK = ".gpipe.lock"  # a file in the folder of a run or a sweep while a process works there
-_OLDER_LOCK = ".lock"  # the same of earlier versions, which may be at work there, or were killed there
-_HOLDER = re.compile(rb"(process \d+ on .*\n)?")  # what such a file holds
+_OLDER_LOCK = ".lock"  # the lock of earlier versions, which may use the folder, or were killed there
+_HOLDER = re.compile(rb"(process \d+ on .*\n)?")  # the content of such a file
 _PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial")  # names of files that are being written
 MAX_BYTES = 2**24  # limit of a text file that is read whole: a thousand times the usual size
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system's answers to a call that it does not know
@@ -31,7 +31,7 @@ NOT_RENAMED = (*_NOT_OFFERED, errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXT
 
 
 class FolderInUseError(Exception):
-    """Another process is at work in a folder; the text says which process."""
+    """Another process, which the text names, is using a folder."""
 
 
 def write_atomic(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
@@ -40,8 +40,8 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes | memoryview]
     Raises:
         OSError: the file cannot be written, or is a link; the old content is still there.
     """
-    # Several processes may write into a folder, also on machines that give them the same number; no reader looks for
-    # such a name.
+    # Several processes may write to a folder, even with the same pid on different machines; no reader looks for such a
+    # name.
     partial = path.with_name(f".{uuid4().hex}.partial")
     with errors_name_path(path):
         try:
@@ -56,15 +56,15 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes | memoryview]
 
 
 def check_not_linked(path: Path) -> None:
-    """Raises OSError for a link where this program is to write a file: somebody else has made it, so neither is the
-    link ours to replace, nor what it leads to; but to a device, which loses nothing."""
+    """Raises OSError for a link where this program is to write a file: somebody else has made it, so neither the link
+    nor its target may be replaced. A link to a device is allowed, as nothing is lost there."""
     if path.is_symlink() and not path.is_char_device():
         raise OSError(errno.ELOOP, "is a link, and nothing is written through it", str(path))
 
 
 @contextmanager
 def open_to_append(path: Path) -> Iterator[FileIO]:
-    """Open a file to write behind what it holds, without a buffer. Raises OSError, also for a link."""
+    """Open a file to append to it, without a buffer. Raises OSError, also for a link."""
     check_not_linked(path)
     with path.open("ab", buffering=0) as file:
         yield file
@@ -155,7 +155,7 @@ def read_json(path: Path, max_bytes: int = 2**28) -> Any:
 
 @contextmanager
 def errors_name_path(path: Path) -> Iterator[None]:
-    """Inside, every OSError names `path`: the error of a full disk names no file, or the partial file."""
+    """Makes every OSError name `path`: the error of a full disk names no file, or the partial file."""
     try:
         yield
     except OSError as error:
@@ -200,14 +200,14 @@ class FolderLock:
 
         Raises:
             FolderInUseError: another process holds the lock.
-            OSError: the folder cannot be written to, or it has a file of that name which is no lock.
+            OSError: the folder cannot be written to, or it has a file of that name which is not a lock.
         """
         self._path = folder / LOCK
         until = time.monotonic() + timeout_seconds
         while True:
             try:
                 _check_older_lock(folder / _OLDER_LOCK)
-                self.descriptor = _open_locked(self._path)  # a child that inherits it holds the lock, too
+                self.descriptor = _open_locked(self._path)  # a child that inherits it also holds the lock
                 break
             except FolderInUseError:
                 if time.monotonic() >= until:
@@ -224,7 +224,7 @@ class FolderLock:
 
 
 def _open_locked(path: Path) -> int:
-    """A descriptor of the lock file, locked. Raises as `FolderLock`."""
+    """A descriptor of the lock file, locked. Raises FolderInUseError or OSError."""
     while True:
         if path.is_symlink():
             raise OSError(errno.ELOOP, f"{path} is a link, and nothing is written through it; remove it")
@@ -249,7 +249,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _check_older_lock(path: Path) -> None:
-    """Raises FolderInUseError if a process of an earlier version is at work in the folder."""
+    """Raises FolderInUseError if a process of an earlier version is using the folder."""
     with suppress(OSError), open_regular(path) as file:
         holder = file.read(256) or b""
         try:
@@ -260,4 +260,4 @@ def _check_older_lock(path: Path) -> None:
 
 
 def _in_use(holder: bytes) -> FolderInUseError:
-    return FolderInUseError(f"{holder.decode(errors='replace').strip() or 'another process'} is at work there")
+    return FolderInUseError(f"{holder.decode(errors='replace').strip() or 'another process'} is using this folder")

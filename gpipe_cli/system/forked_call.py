@@ -23,8 +23,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Fork(Generic[T]):
-    """A fork of this process that calls `work`, in a session of its own: Ctrl-C reaches it through `wait` only, and all
-    its processes can be killed together. The fork gets SIGINT when this process ends."""
+    """A fork of this process that calls `work`, in a new session: Ctrl-C reaches it through `wait` only, and all its
+    processes can be killed together. The fork gets SIGINT when this process ends."""
 
     def __init__(self, work: Callable[[], T], output: int | None = None) -> None:
         """Fork, and begin. `output`: the file descriptor of the fork's stdout and stderr, if not this process's. Raises
@@ -51,7 +51,7 @@ class Fork(Generic[T]):
         """What `work` returned, and 0; without a value, None and the exit code (minus the signal that killed the fork).
 
         Raises KeyboardInterrupt if this process is interrupted; the fork has then been ended. `meanwhile` is entered
-        here and not by the caller, so that an interrupt while it begins (it may start a thread) ends the fork too.
+        here and not by the caller, so that an interrupt while it begins (it may start a thread) also ends the fork.
         """
         received: list[T] = []
         with contextlib.ExitStack() as entered:
@@ -74,7 +74,7 @@ class Fork(Generic[T]):
 
     def _end(self) -> int:
         """Kill the fork and all its processes that still run; returns the exit code."""
-        for kill in (os.kill, os.killpg):  # killpg finds nothing before the fork has a session of its own
+        for kill in (os.kill, os.killpg):  # killpg finds nothing before the fork has its session
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)
         self._received.close()
@@ -104,7 +104,7 @@ def map_in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[
     returned: dict[int, T] = {}
     for at, (values, code) in enumerate([fork.wait() for fork in forks]):  # waits for all: a failure leaves none behind
         if values is None:
-            raise RuntimeError(f"a process that had a share of the work has ended with exit code {code}")
+            raise RuntimeError(f"a process that did part of the work ended with exit code {code}")
         returned |= dict(zip(range(at, len(items), number), values, strict=True))
     return [returned[at] for at in range(len(items))]
 

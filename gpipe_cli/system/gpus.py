@@ -74,7 +74,7 @@ def _gpus_of_torch() -> tuple[Gpu, ...]:
 
 
 def driver_version() -> str:
-    """The version of the GPUs' driver; "" if NVML does not say."""
+    """The version of the GPUs' driver; "" if NVML does not report it."""
     import pynvml
 
     try:

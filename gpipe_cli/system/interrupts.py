@@ -41,13 +41,13 @@ class Interrupt:
 
 @contextmanager
 def catch_interrupts(*, immediately: bool = True, on_stop: Callable[[], None] | None = None) -> Iterator[Interrupt]:
-    """Inside, each signal raises KeyboardInterrupt, `immediately` or only in `check`; it is raised anew if a library
-    turned it into another exception. SIGTERM and SIGUSR1 raise its subclass StopRequested or, with `on_stop`, call that
-    instead.
+    """While active, each signal raises KeyboardInterrupt, `immediately` or only in `check`; it is raised again if a
+    library turned it into another exception. SIGTERM and SIGUSR1 raise its subclass StopRequested or, with `on_stop`,
+    call that instead.
     """
     interrupt = Interrupt(immediately, on_stop)
     # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` must still end it. nohup, which
-    # ignores SIGHUP so that the command goes on, is respected.
+    # ignores SIGHUP so that the command continues, is respected.
     numbers = [signal.SIGINT, *STOP_SIGNALS]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -65,7 +65,7 @@ def catch_interrupts(*, immediately: bool = True, on_stop: Callable[[], None] | 
 @contextmanager
 def defer_signals() -> Iterator[Callable[[], None]]:
     """Around a fork: defers signals to its end. An exception raised by a handler in an at-fork callback (such as
-    logging's) would be printed and lost. Yields a function that ends the deferral, for the child, which begins inside.
+    logging's) would be printed and lost. Yields a function that ends the deferral, which the child must call.
 
     A signal mask would not do: it covers a single thread, and the kernel would hand the signal to NumPy's threads.
     """
@@ -88,7 +88,7 @@ def defer_signals() -> Iterator[Callable[[], None]]:
 
 
 def import_in_thread(*modules: str) -> None:
-    """Import modules, and with them torch, in a thread, so that an interrupt takes effect here, at once.
+    """Import modules, and with them torch, in a thread, so that an interrupt takes effect here, immediately.
 
     Raised in an import, a KeyboardInterrupt can end in an abort of torch's C++ with pages of traceback, become an
     ImportError of NumPy's, or a warning of torch's after which the run begins. The garbage collector is off meanwhile:

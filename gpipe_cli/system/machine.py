@@ -1,7 +1,7 @@
 """The processor of this machine, and the cores and the memory that this process may use.
 
 Containers and batch systems limit a process by control groups (Linux cgroups, version 1 or 2), and pin it to cores. A
-group's limits also hold for the groups inside it: the smallest limit from the process's own group to the root counts.
+group's limits also hold for the groups in it: the smallest limit from the process's own group to the root counts.
 """
 
 import os
@@ -14,8 +14,8 @@ _ROOT = Path("/")
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """The number of cores that this process may use at the same time, at least 1: those that it is pinned to, within
-    the quotas of its control groups. `root`: the folder of /proc and /sys.
+    """The number of cores that this process may use at the same time, at least 1: the cores that it is pinned to,
+    within the quotas of its control groups. `root`: the folder of /proc and /sys.
     """
     pinned = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [text.split() for text in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")]
@@ -33,7 +33,7 @@ def usable_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def free_shared_memory_bytes() -> int:
-    """The bytes that are left in /dev/shm, for memory that processes share; where there is none, those of memory."""
+    """The bytes that are left in /dev/shm, for memory that processes share; without it, the usable memory."""
     try:
         shared = os.statvfs("/dev/shm")
     except OSError:
@@ -52,8 +52,8 @@ def cpu_model() -> str:
 
 
 def _values(root: Path, controller: str, file: str, files_of_version_1: str) -> Iterator[str]:
-    """The content of the limit files in each of this process's groups for `controller`, innermost group first; that of
-    several files is joined by spaces. Lines of /proc/self/cgroup are `4:memory:/a/b` or, in version 2, `0::/a/b`.
+    """The content of the limit files in each of this process's groups for `controller`, innermost group first; several
+    files are joined by spaces. Lines of /proc/self/cgroup are `4:memory:/a/b` or, in version 2, `0::/a/b`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()

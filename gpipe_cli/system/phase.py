@@ -1,7 +1,7 @@
 """The terminal line that names what a command is doing, before it has anything to show.
 
 The line has no line feed, so that the next phase, or what is shown next, replaces it. Outside a terminal, a phase that
-takes long may get a line of its own while it lasts.
+takes long may get a separate line while it lasts.
 """
 
 import shutil
@@ -20,7 +20,7 @@ class _Line:
     def __init__(self) -> None:
         self.title = ""  # the last title given
         self.shown = 0  # characters on the line
-        self.piped = False  # whether long phases are named outside a terminal, too
+        self.piped = False  # whether long phases are also named outside a terminal
         self.timer: Timer | None = None  # writes the line of a phase that takes long
 
 
@@ -29,7 +29,7 @@ _LINE: ContextVar[_Line | None] = ContextVar("phase", default=None)
 
 @contextmanager
 def phases() -> Iterator[None]:
-    """Inside, phases are shown; afterwards the line is cleared."""
+    """While active, phases are shown; afterwards the line is cleared."""
     before = _LINE.set(_Line())
     try:
         yield
@@ -39,13 +39,13 @@ def phases() -> Iterator[None]:
 
 
 def name_long_phases() -> None:
-    """From here on, phases that take long are named outside a terminal, too: no other program reads the output."""
+    """From here on, also name long phases outside a terminal: no other program reads the output."""
     if (line := _LINE.get()) is not None:
         line.piped = True
 
 
 def phase(doing: str, title: str | None = None) -> bool:
-    """Show `doing`, after the last `title` given if there is room for both. Returns whether a terminal shows it."""
+    """Show `doing`, after the last `title` given if both fit on the line. Returns whether a terminal shows it."""
     line = _LINE.get()
     if line is None:
         return False
@@ -73,7 +73,7 @@ def end_phase() -> None:
 
 
 def _write(line: _Line, text: str) -> None:
-    """Replace the line by `text`, without escape codes, and put the cursor at its beginning."""
+    """Replace the line with `text`, without escape codes, and put the cursor at its beginning."""
     blanks = " " * (line.shown - len(text))
     sys.stdout.write(f"{text}{blanks}\r")
     sys.stdout.flush()

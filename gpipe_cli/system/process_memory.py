@@ -1,4 +1,4 @@
-"""The memory of a stage: on a GPU what torch's allocator holds, on a CPU that of its process, libraries included."""
+"""The memory of a stage: on a GPU torch's allocations, on a CPU the memory of its process, libraries included."""
 
 import resource
 import sys
@@ -10,7 +10,7 @@ from gpipe_cli.system.accelerator import is_accelerator, peak_bytes
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory a stage has needed so far: the allocator's peak on a GPU, the whole process's peak on a CPU."""
+    """The peak memory of a stage so far: the allocator's peak on a GPU, the whole process's peak on a CPU."""
     if is_accelerator(device):
         return peak_bytes(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -24,7 +24,7 @@ def anonymous_bytes() -> int:
 def overhead_bytes(device: torch.device, bytes_at_start: int) -> int:
     """The bytes of libraries in a stage's memory: `bytes_at_start`, which importing them left, and code that has run.
 
-    0 on a GPU, whose allocator holds tensors only, and on systems that do not tell (other than Linux).
+    0 on a GPU, whose allocator has tensors only, and on systems that do not report it (other than Linux).
     """
     return bytes_at_start + _resident_bytes("RssFile") if bytes_at_start and not is_accelerator(device) else 0
 

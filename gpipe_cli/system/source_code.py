@@ -1,4 +1,4 @@
-"""Looks up which commit a source file is at, if it lies in a working tree of git."""
+"""Looks up which commit a source file is at, if it is in a git working tree."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ class Commit(TypedDict):
 
 
 def commit_of(file: Path) -> Commit | None:
-    """The commit that is checked out where `file` lies; None if git does not track the file (an installed package, a
+    """The commit that is checked out where `file` is; None if git does not track the file (an installed package, a
     folder without git), or is not installed."""
     if _git(file, "ls-files", "--error-unmatch", file.name) is None:
         return None

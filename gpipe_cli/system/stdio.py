@@ -1,4 +1,4 @@
-"""The program's stdout and stderr, such that a run goes on when they cannot be written (a full disk, closed).
+"""The program's stdout and stderr, such that a run continues when they cannot be written (a full disk, closed).
 
 Output that cannot be written is dropped; the command finishes, reports in one line that output was lost, and ends with
 exit code 1. A pipe whose reader has ended (`| head`) still raises BrokenPipeError.
@@ -10,7 +10,7 @@ import sys
 
 
 class _Stream(io.FileIO):
-    """A file whose writes raise no error but BrokenPipeError; `error` is the first other error."""
+    """A file whose writes raise no error except BrokenPipeError; `error` is the first other error."""
 
     error: OSError | None = None
 

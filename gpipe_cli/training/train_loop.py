@@ -410,7 +410,7 @@ def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -
         stack.enter_context(restoring_rng_state({stage.device for stage in engine.stages.values()}))
         for k, stage_graphs in graphs.items():
             # attributes stay: graphs may read tensors that a layer has made in its first call
-            stack.enter_context(restoring_state(engine.stages[k].module)).clear()
+            stack.enter_context(restoring_state(engine.stages[k].module, keep_attributes=True, keep_buffers=True))
             stage_graphs.capture_eagerly = True
         for fraction in (0.0, 1.0):  # graphs must not depend on the share of the training that is done
             engine.set_progress(fraction)

@@ -37,7 +37,7 @@ time.sleep(60)
 
 
 def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
-    """The line names the file itself, not the one beside it."""
+    """The line names the file itself, not the one next to it."""
     file = tmp_path / "page.html"
     write_atomic(file, "old")
     (tmp_path / "taken").mkdir()
@@ -127,7 +127,7 @@ def test_a_folder_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "mine\n"
-        with pytest.raises(FolderInUseError, match=rf"^process {other.pid} on .* is at work there$"):
+        with pytest.raises(FolderInUseError, match=rf"^process {other.pid} on .* is using this folder$"):
             FolderLock(tmp_path)
     finally:
         other.send_signal(signal.SIGKILL)  # which leaves the file, and not the lock
@@ -164,7 +164,7 @@ def test_a_lock_of_an_earlier_version_is_respected_and_left(tmp_path: Path) -> N
         older.write("process 7 on here\n")
         older.flush()
         fcntl.flock(older, fcntl.LOCK_EX)
-        with pytest.raises(FolderInUseError, match=r"^process 7 on here is at work there$"):
+        with pytest.raises(FolderInUseError, match=r"^process 7 on here is using this folder$"):
             FolderLock(tmp_path)
     lock = FolderLock(tmp_path)  # of a process that was killed
     assert contents(tmp_path) == set()

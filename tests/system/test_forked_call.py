@@ -128,7 +128,7 @@ def _lives(process: str) -> bool:
 
 
 def test_it_ends_with_a_parent_that_was_killed() -> None:
-    """A recipe that was killed left its measurement running for minutes: it has a session of its own."""
+    """A recipe that was killed left its measurement running for minutes: it has a separate session."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = Path("/proc", parent.stdout.readline().strip())

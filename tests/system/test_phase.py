@@ -1,4 +1,4 @@
-"""What a command is doing is named outside a terminal, too, if it takes long and no other program reads the output."""
+"""What a command is doing is also named outside a terminal if it takes long and no other program reads the output."""
 
 import pytest
 

@@ -16,18 +16,18 @@ import torch
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
 """Outputs of a stage, none of them None; or gradients, with None for a tensor that needs no gradient."""
-_HASHED = 1 << 17  # elements of a tensor that are hashed at once
-ALIGNED_BYTES = 256  # the largest alignment of which torch tells cuBLASLt, which chooses kernels by it
+_HASHED = 1 << 17  # elements of a tensor that are hashed together
+ALIGNED_BYTES = 256  # the largest alignment that torch reports to cuBLASLt, which chooses kernels by it
 
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that a layer hands to the next layer: its shape for any micro-batch, and whether a gradient returns.
+    """A tensor that a layer passes to the next layer: its shape for any micro-batch, and whether a gradient returns.
 
-    Sentences are padded anew in each mini-batch: `per_length[i]` says how each dimension grows with length number i.
-    `in_tuple`: the layer returns a tuple, and the next layer gets a tuple, even of a single tensor. `skip`: the
-    name of a `Stash` that keeps the tensor for a later layer; "" for what the next layer gets. `unused`: the tensor
-    requires a gradient, and gets none, as no later layer makes use of it.
+    Sentences are padded to other lengths in each mini-batch: `per_length[i]` is each dimension's growth with length
+    number i. `in_tuple`: the layer returns a tuple, and the next layer gets a tuple, even of a single tensor. `skip`:
+    the name of the `Stash` that keeps the tensor for a later layer; "" if the next layer gets it. `unused`: the tensor
+    requires a gradient but gets none, as no later layer uses it.
     """
 
     base: tuple[int, ...]
@@ -77,8 +77,8 @@ def without_graph(tensors: Tensors) -> Tensors:
 
 
 def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """`tensor` with the strides that tensors have between layers: images (N, C, H, W) lie in `memory_format`; and at
-    an aligned address, like a receive buffer: kernels are chosen by that, too, and a part of a tensor lies anywhere."""
+    """`tensor` with the strides that tensors have between layers: images (N, C, H, W) have `memory_format`; and at an
+    aligned address, like a receive buffer: kernels are also chosen by alignment, which a slice may lack."""
     strides = layout_strides(tensor.shape, memory_format)
     if tensor.stride() != strides:
         if tensor.dim() == 4 and memory_format is torch.channels_last:
@@ -145,6 +145,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
-    """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples. Each is aligned, so that
-    it is not copied, and counted twice, where a layer hands it on."""
+    """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples. Each is aligned, so that a
+    layer that passes it on does not copy it, which would count it twice."""
     return tuple(zip(*(map(_aligned, tensor.split(list(sizes))) for tensor in batch), strict=True))

@@ -1,11 +1,11 @@
-"""Layers compiled by torch.compile, each on its own, so that the compiled code does not depend on the cut (law 1).
+"""Layers compiled by torch.compile separately, so that the compiled code does not depend on the cut (law 1).
 
 All layers are compiled through one function, whose compiled versions torch caches by types, shapes and settings: equal
 layers are compiled once per process. Torch's cache on disk serves the other processes of the run, and later runs. A
-layer is compiled as a whole or refused: nothing falls back to slower code unnoticed.
+layer is compiled as a whole or rejected: nothing falls back to slower code unnoticed.
 
-A forward without a graph and its recomputation must give the same bits, but torch would compile different code for the
-two. So a compiled layer always records its graph, and the stage drops it where it is not kept.
+A forward without autograd graph and its recomputation must give the same bits, but torch would compile different code
+for the two. So a compiled layer always builds its graph, and the stage drops it where it is not kept.
 
 In evaluation layers run uncompiled: mini-batches there have other sizes, and sentences any length.
 
@@ -43,8 +43,8 @@ _REASON_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """How many `dynamo_graphs` torch has compiled in a process (one per kind of layer and micro-batch size), and how
-    many of their forwards and backwards were `made`, or `found` in torch's cache on disk."""
+    """The number of `dynamo_graphs` that torch has compiled in a process (one per kind of layer and micro-batch size),
+    and of their forwards and backwards that were `made`, or `found` in torch's cache on disk."""
 
     dynamo_graphs: int = 0
     made: int = 0
@@ -72,7 +72,7 @@ def check_compiler(device: torch.device) -> None:
         from torch.utils._triton import has_triton_package
 
         if not has_triton_package():
-            raise _compile_error("Triton is not installed, which makes the code of GPUs; install it")
+            raise _compile_error("Triton, which compiles for GPUs, is not installed; install it")
         return
     from torch._inductor import cpp_builder, exc
 
@@ -80,7 +80,7 @@ def check_compiler(device: torch.device) -> None:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
         raise _compile_error(
-            "there is no C++ compiler here, which code of CPUs needs; install g++, or say CXX=..."
+            "there is no C++ compiler, which compiling for CPUs needs; install g++, or set CXX"
         ) from None
 
 
@@ -92,18 +92,16 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
         if isinstance(layer, Stash):  # it returns its input: there is nothing to compile
             continue
         if "forward" in vars(layer):
-            raise _compile_error(
-                f"layer {name} has a forward of its own, as an attribute of the object; give it a class"
-            )
+            raise _compile_error(f"layer {name} has a forward that is an attribute of the object; define it in a class")
         norms = {norm: numbers[norm] for norm in layer.modules() if norm in numbers}
         vars(layer)["forward"] = _CompiledForward(name, module, layer, statistics, norms)
 
 
 class _CompiledForward:
-    """The compiled forward that replaces a layer's own.
+    """The compiled forward that replaces a layer's forward.
 
     Compiled code is the same for all micro-batches, so batch norms write their moments into the same memory in every
-    call; from there they are copied into the micro-batch's slot of the statistics.
+    call; from there they are copied to the micro-batch's moments in the statistics.
     """
 
     def __init__(
@@ -175,20 +173,20 @@ class _CompiledForward:
         return values_per_channel
 
     def _track(self, values: dict[_BatchNorm, int]) -> None:
-        slots: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         moments: list[torch.Tensor] = []
         for norm, per_channel in values.items():
             mean, variance = self._statistics.slot(self._norms[norm], per_channel)
             if mean is not None and variance is not None:
-                slots += mean, variance
+                targets += mean, variance
                 moments += self._moments[norm]
-        if slots:
-            torch._foreach_copy_(slots, moments)
+        if targets:
+            torch._foreach_copy_(targets, moments)
 
 
 @contextmanager
 def errors_name_layer(name: str) -> Iterator[None]:
-    """Inside, an error of torch's compiler becomes a InvalidSettingError that names the layer."""
+    """Turns an error of torch's compiler into an InvalidSettingError that names the layer."""
     try:
         yield
     except Exception as error:
@@ -217,10 +215,10 @@ def _forward(layer: nn.Module, value: Any) -> Any:
 
 @cache
 def _compile_forward() -> Callable[[nn.Module, Any], Any]:
-    """`_forward`, compiled anew for every kind of layer and every shape of its input."""
+    """`_forward`, compiled for every kind of layer and every shape of its input."""
     from torch import _dynamo, _inductor
 
-    # silences a warning on machines that have the CUDA toolkit but no GPU
+    # silences a warning on machines with the CUDA toolkit but no GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = _UNLIMITED
     _dynamo.config.fail_on_recompile_limit_hit = True

@@ -1,9 +1,9 @@
 """Batch norm under micro-batches: normalize per micro-batch, track per mini-batch (paper sections 2.2 and 6).
 
-Every micro-batch writes its mean and variance into a slot of its own; `commit` merges the slots once per mini-batch. A
+Every micro-batch writes its mean and variance into a separate slot; `commit` merges the slots once per mini-batch. A
 recomputation writes nothing, so nothing is counted twice, and uneven or short mini-batches need no counting of calls.
-The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: with the same inputs the running
-statistics are those of a single big batch.
+The merged variance is unbiased, of the whole mini-batch, as in `nn.BatchNorm`: the running statistics are the same as
+for a single big batch.
 
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
@@ -44,12 +44,12 @@ class _MomentSlot:
 
 
 BatchMoments: TypeAlias = list[_MomentSlot]
-"""The slots of a micro-batch: one for each application of a norm in a forward; in most models a single slot."""
+"""The slots of a micro-batch: a slot for each application of a norm in a forward; in most models a single slot."""
 
 
 class BatchStatistics:
-    """The slots of a stage's batch norms, one slot per micro-batch. All norms share a slot's flat tensor, so that a
-    commit costs a dozen operations per stage, not per norm.
+    """The slots of a stage's batch norms, by micro-batch. All norms share a slot's flat tensor, so that a commit costs
+    a dozen operations per stage, not per norm.
 
     A norm's width in that tensor is its C channels plus padding, so that the next norm begins at an aligned address.
     The padding holds zeros, and is computed like any channel.
@@ -94,7 +94,8 @@ class BatchStatistics:
 
     @contextmanager
     def writing_to(self, moments: BatchMoments | None) -> Iterator[None]:
-        """Inside, in a micro-batch's forward, norms in training mode write to these slots anew, or nowhere if None."""
+        """While active, in a micro-batch's forward, norms in training mode overwrite these slots; None: write
+        nothing."""
         for slot in moments or ():
             slot.counts.clear()
         self._written_moments = moments
@@ -120,7 +121,7 @@ class BatchStatistics:
 
     @torch.no_grad()
     def copy(self, moments: BatchMoments, micro_batch: int) -> None:
-        """Take over what a graph has written to `moments` as the moments of a micro-batch."""
+        """Copy what a graph has written to `moments` into the moments of a micro-batch."""
         slots = self.moments_of(micro_batch)
         used = [written for written in moments if written.counts]
         while len(slots) < len(used):
@@ -135,9 +136,8 @@ class BatchStatistics:
         last_batch_stats: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         in_order = [slots for _, slots in sorted(self._slots.items())]
         slot_count = max(map(len, in_order), default=0)
-        if (
-            self._norms and self._max_slots is None and all_gather is not single_replica
-        ):  # a replica may have had no sample
+        # a replica may have had no sample
+        if self._norms and self._max_slots is None and all_gather is not single_replica:
             self._max_slots = int(max(all_gather(self._norms[0].running_mean.new_tensor([slot_count]))))
         for number in range(max(slot_count, self._max_slots or 0)):
             used = [slots[number] for slots in in_order if len(slots) > number and slots[number].counts]
@@ -151,7 +151,7 @@ class BatchStatistics:
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
         the mean would lose digits. Each product and each sum is a separate operation, so that a channel gets the same
-        bits wherever it lies in the flat tensor, hence for any cut.
+        bits anywhere in the flat tensor, hence for any cut.
         """
         if not self._norms or (not used and all_gather is single_replica):
             return []
@@ -179,7 +179,7 @@ class BatchStatistics:
             return self._norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
         rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
         values, total = _values_of_channels(rows, self._widths, used[0].moments.device)
-        # products of all micro-batches at once, as each product takes a launch; sums in the micro-batches' order
+        # products of all micro-batches together, as each product takes a launch; sums in the micro-batches' order
         means, variances = torch.stack([slot.moments for slot in used], dim=1).double()
         mean = torch.zeros_like(total)
         for weighted in means * values:
@@ -194,7 +194,7 @@ class BatchStatistics:
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """How many numbers each norm takes up in a flat tensor: its channels, up to the next aligned address."""
+        """The elements of each norm in a flat tensor: its channels, up to the next aligned address."""
         units = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self._norms]
         return tuple(-(-norm.num_features // unit) * unit for norm, unit in zip(self._norms, units, strict=True))
 
@@ -242,8 +242,8 @@ def _values_of_channels(
 
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
     """Make every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms. They
-    stay the same objects, with their parameters, hooks and whatever else their classes do. Raises InputError as
-    `find_tracking_norms` does."""
+    stay the same objects, with their parameters, hooks and whatever else their classes do. Raises InputError for norms
+    whose statistics cannot be deferred."""
     norms = find_tracking_norms(module)
     for norm in norms:
         vars(norm)["forward"] = _make_deferred_forward(norm, statistics)
@@ -262,7 +262,7 @@ def find_tracking_norms(module: nn.Module) -> list[_BatchNorm]:
             raise InputError(f"layers {owner} and {path}: two batch norms track one running_mean; give each its own")
         if not _is_known(norm):
             raise InputError(
-                f"layer {path} ({type(norm).__name__}): a batch norm with a forward of its own would track statistics "
+                f"layer {path} ({type(norm).__name__}): a batch norm that overrides forward would track statistics "
                 "of micro-batches instead of the mini-batch; use nn.BatchNorm1d, 2d or 3d and do the rest in a module "
                 "around it, or use track_running_stats=False"
             )
@@ -272,8 +272,8 @@ def find_tracking_norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def batch_norm_deferred(module: nn.Module) -> Iterator[None]:
-    """Inside, batch norms below `module` normalize as in a pipeline and track nothing. Raises as
-    `find_tracking_norms`."""
+    """While active, batch norms below `module` normalize as in a pipeline and track nothing. Raises InputError for
+    norms whose statistics cannot be deferred."""
     norms = defer_batch_norms(module, BatchStatistics())
     try:
         yield
@@ -282,7 +282,7 @@ def batch_norm_deferred(module: nn.Module) -> Iterator[None]:
             del vars(norm)["forward"]
 
 
-# Known forwards, by name, so that timm need not be imported. A subclass that inherits such a forward is known, too.
+# Known forwards, by name, so that timm need not be imported. A subclass that inherits such a forward is also known.
 _KNOWN_FORWARDS = (
     ("torch.nn.modules.batchnorm", "_BatchNorm.forward"),
     ("timm.layers.norm_act", "BatchNormAct2d.forward"),

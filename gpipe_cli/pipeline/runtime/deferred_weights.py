@@ -1,13 +1,13 @@
 """The backward of a micro-batch in two halves: the gradients of inputs (I), and later those of weights (W).
 
 The previous stage waits only for the gradients of inputs, so a schedule can do W where a stage would be idle. Departs
-from the paper, which does not split it; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
+from the paper, which does not split it; the split comes from zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
 
-Layers need no change. The recorded autograd graph is searched for convolutions and matrix products whose weight nothing
-else uses. In I they compute only the gradient of their input; their input and the gradient of their output are kept.
-From these W computes the weight gradients, by the calls that autograd would make, and hands them to autograd, which
-casts them, calls hooks and adds them to `.grad`: I and W give the same bits as B. All else (batch norm, embeddings,
-tied or parametrized weights, compiled layers, users' functions) is computed in I, by autograd as usual.
+Layers need no change. The autograd graph is searched for convolutions and matrix products whose weight nothing else
+uses. In I they compute only the gradient of their input; their input and the gradient of their output are kept. From
+these W computes the weight gradients, by the calls that autograd would make, and passes them to autograd, which casts
+them, calls hooks and adds them to `.grad`: I and W give the same bits as B. All else (batch norm, embeddings, tied or
+parametrized weights, compiled layers, users' functions) is computed in I, by autograd as usual.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,9 +23,9 @@ from gpipe_cli.system.accelerator import is_accelerator
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
-_MIN_BYTES_PER_CALL = 32 << 20  # a call of autograd's engine gets gradients of so many bytes, which no plan counts
+_MIN_BYTES_PER_CALL = 32 << 20  # of gradients in a call of autograd's engine, which no plan counts
 _LEAF = "AccumulateGrad"
-_TRANSPOSES_AND_CASTS = ("TBackward0", "ToCopyBackward0")  # may lie between a weight and its use: transpose, cast
+_TRANSPOSES_AND_CASTS = ("TBackward0", "ToCopyBackward0")  # nodes that may be between a weight and its use
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"  # torch refuses this node in a backward with `inputs=`
 
 
@@ -81,9 +81,9 @@ def backward_inputs(
 def backward_weights(deferred: list[DeferredWeight]) -> None:
     """W: compute the gradients of the deferred weights and add them to `.grad`. Empties the list.
 
-    On an accelerator, autograd's engine hands each call to a thread of its own and waits for it, which takes the host
-    as long as several launches: one call adds up many gradients. On a CPU a call costs little, and a gradient that is
-    added at once is still in the cache.
+    On an accelerator, autograd's engine passes each call to another thread and waits for it, which takes the host as
+    long as several launches: one call adds up many gradients. On a CPU a call costs little, and a gradient that is
+    added immediately is still in the cache.
     """
     deferred.reverse()
     edges, gradients, size = list[GradientEdge](), list[torch.Tensor](), 0
@@ -105,7 +105,7 @@ def backward_weights(deferred: list[DeferredWeight]) -> None:
 def _find_deferrable(
     roots: Sequence[Node], other_uses: Sequence[Node]
 ) -> tuple[dict[Node, DeferredWeight], list[Node]]:
-    """The nodes whose weights can wait, and all leaves but these weights; leaves `other_uses` have other uses, too."""
+    """The nodes whose weights can wait, and all leaves but these weights; leaves `other_uses` also have other uses."""
     uses = dict.fromkeys(roots, 1)
     products, leaves = list[tuple[Node, Any]](), list[Node]()
     to_visit = list(uses)

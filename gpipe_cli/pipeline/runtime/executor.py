@@ -1,7 +1,7 @@
 """Runs a schedule: what F, R, B, I and W mean (paper section 2.2, Figure 2(c)).
 
-A process performs, in order, the actions of the stages that live in it: a single stage, some, or all of them; only the
-transport differs. There is no other path: training with one partition and evaluation are schedules too.
+A process performs, in order, the actions of its stages: a single stage, some or all of the pipeline; only the transport
+differs. There is no other path: training with one partition and evaluation are also schedules.
 """
 
 from collections import OrderedDict
@@ -51,8 +51,8 @@ class _ScheduledAction(NamedTuple):
 
 
 class Executor:
-    """Performs schedules on the `stages` (by index) of this process. `device_of_stage[k]` is the number of stage k's
-    device, for the whole pipeline; `on_action` tells a supervisor what the process was doing if it is killed."""
+    """Performs schedules on the `stages` (by index) of this process. `device_of_stage[k]` is the index of stage k's
+    device, for the whole pipeline; `on_action` lets a supervisor report what the process was doing if it is killed."""
 
     def __init__(
         self,
@@ -63,9 +63,7 @@ class Executor:
     ) -> None:
         self._stages, self._transport, self._on_action = stages, transport, on_action
         self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
-        self._hooked_parameters: list[
-            nn.Parameter
-        ] = []  # parameters with hooks for their gradients, in the newest step
+        self._hooked_parameters: list[nn.Parameter] = []  # with hooks for their gradients, in the newest step
         self._parameters = [*dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())]
         self.timer = StepTimer({index: stage.device for index, stage in stages.items()})
 
@@ -84,7 +82,7 @@ class Executor:
         """Run a mini-batch: all actions of the schedule on the stages of this process.
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch; the
-        process of the first stage needs `inputs`, (N, ...) each, that of the last stage `objective`. With `replicas`,
+        process of the first stage needs `inputs`, (N, ...) each, the last stage's process `objective`. With `replicas`,
         this pipeline's micro-batches are numbered from `first_micro_batch` on, and gradients are still being summed
         over replicas on return. Hooks of `register_post_accumulate_grad_hook`, which may change weights that other
         micro-batches still need, are left to `call_gradient_hooks`. Raises ActionFailedError if an action fails,
@@ -142,7 +140,7 @@ class Executor:
         self._transport.drain_sends()
 
     def _perform(self, scheduled: _ScheduledAction, micro_batches: Sequence[Tensors], timings: StepTimings) -> None:
-        """Perform an action on stage k, in four steps; the recording gets the time between them.
+        """Perform an action on stage k, in four steps; `timings` get the time between them.
 
              1. receive             2. compute                           3. send        4. post
 
@@ -204,7 +202,7 @@ class Executor:
                 return ()
 
 
-@lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
+@lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has another schedule
 def _actions_in_order(
     schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
 ) -> Sequence[_ScheduledAction]:

@@ -1,5 +1,5 @@
 """Initial weights that are the same for every cut: a layer's depend only on the run's seed and the layer's global name.
-(With a seed for each process, each number of partitions would start from other weights.)
+(With a seed per process, each number of partitions would start from other weights.)
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, set_parameter, uses_in
 
 NO_VALUES = (
-    "has no values, as it was kept from a call on the meta device (by functools.cache, or in a global variable); make "
-    "all tensors and modules anew in every call"
+    "has no values, as it was kept from a call on the meta device (by functools.cache, or in a global variable); "
+    "create all tensors and modules in every call"
 )
 
 
@@ -61,7 +61,7 @@ def materialize(
                 holder = nn.Sequential(OrderedDict({first: deepcopy(model.get_submodule(first))}))
                 _initialise(first, holder.get_submodule(first), run_seed)
             value = holder.get_parameter(tie.name if first in holder._modules else used[0][0])
-            # a copy, as other stages in this process have the weight, too
+            # a copy, as other stages in this process also have the weight
             parameter = nn.Parameter(value.detach().clone(), value.requires_grad)
             set_parameter(stage, list(chain.from_iterable(used)), parameter)
     for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):

@@ -1,7 +1,7 @@
-"""Layers of torch.nn of which it is known that they need less care: most of a step's cost where layers are small.
+"""Layers of torch.nn that are known to need fewer checks, which are most of a step's cost where layers are small.
 
-Known are modules of exactly these types, without hooks, forwards of their own or parameters of another type: what a
-subclass or a hook does is not known, and such a layer gets all care (`stage.py`).
+Known are modules of exactly these types, without hooks, replaced forwards or parameters of another type: what a
+subclass or a hook does is not known, and such a layer gets all checks (`stage.py`).
 """
 
 from typing import NamedTuple
@@ -48,15 +48,15 @@ def draws_nothing(layer: nn.Module) -> bool:
 
 def returns_dense_gradients(layer: nn.Module) -> bool:
     """Whether, for a dense tensor of other than four dimensions, a layer is known to return a gradient of its strides,
-    at the beginning of a memory of its own, if the gradient of its output is dense."""
+    at the beginning of a separate storage, if the gradient of its output is dense."""
     while type(layer) is nn.Sequential and len(layer) and _is_as_in_torch(layer):
         layer = layer[0]
     return _is_as_in_torch(layer) and type(layer) in _RETURN_DENSE_GRADIENTS
 
 
 def makes_dense_outputs(layer: nn.Module) -> bool:
-    """Whether a layer is known to return a dense tensor in its own memory for a dense one, with as many dimensions, and
-    not to change that in place."""
+    """Whether a layer is known to return a dense tensor in separate memory for a dense input, with as many dimensions,
+    and not to change that in place."""
     return _is_as_in_torch(layer) and type(layer) in _RETURN_DENSE_GRADIENTS and not getattr(layer, "inplace", False)
 
 

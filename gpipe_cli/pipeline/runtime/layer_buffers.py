@@ -4,11 +4,11 @@ the vectors of a codebook.
 A recomputation runs a micro-batch a second time (paper section 2.3). It has to begin with the buffers that the forward
 began with, or it computes other values; and it must leave them as they were, or the micro-batch counts twice. So a
 forward that will be run again keeps the earlier values of what it changes. Batch norms are not concerned, as their
-statistics are deferred. Attributes that are no buffers are not looked at.
+statistics are deferred. Only buffers are looked at, not other attributes.
 
-Torch counts the writes to a tensor, but not those of all operations: not through `.data`, and not those of the fused
-observers of quantization-aware training. So the first forward also compares values, and where these have changed
-unseen, all buffers of the module count as changing: those of an observer may keep their values in a micro-batch.
+Torch counts the writes to a tensor, except through `.data` and by the fused observers of quantization-aware training.
+So the first forward also compares values, and where these have changed unseen, all buffers of the module count as
+changing: an observer's may keep their values in a micro-batch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ class _Entry(NamedTuple):
 
 
 ChangedBuffers: TypeAlias = list[tuple[_Entry, torch.Tensor | None]]
-"""The buffers that a forward changes, with the values before it."""
+"""The buffers that a forward changes, with their values before it."""
 
 
 class LayerBuffers:
@@ -54,8 +54,8 @@ class LayerBuffers:
 
     @contextmanager
     def save_changed(self) -> Iterator[ChangedBuffers]:
-        """Inside, a forward runs that will be run again; afterwards the list has what it changed. Raises InputError for
-        a buffer that changes although it did not in the first forward, as its earlier value is lost."""
+        """Around a forward that will be run again; afterwards the list has the buffers that it changed. Raises
+        InputError for a buffer that changes but did not in the first forward, as its earlier value is lost."""
         compared = range(len(self._all)) if self._changing is None else self._changing
         values = {at: _copy(self._all[at].read()) for at in compared}
         before = self._versions()
@@ -72,14 +72,14 @@ class LayerBuffers:
         for at in changing - self._changing:
             entry = self._all[at]
             raise InputError(
-                f"layer {entry.layer} changes its buffer {entry.key}, which it left as it was at first, and cannot be "
+                f"layer {entry.layer} changes its buffer {entry.key}, but did not in the first forward, and cannot be "
                 "recomputed; use recompute=never, or change the buffer from the first micro-batch on"
             )
         changed += [(self._all[at], values[at]) for at in self._changing]
 
     @contextmanager
     def swap_in(self, changed: ChangedBuffers) -> Iterator[None]:
-        """Inside, the layers run again, with the buffers that their forward began with."""
+        """While active, the layers have the buffers that their forward began with."""
         current = [(entry, entry.read()) for entry, _ in changed]
         for entry, value in changed:
             entry.buffers[entry.key] = value  # not in the same memory, which autograd may need for another micro-batch

@@ -1,7 +1,7 @@
-"""Calls a layer, on the meta device or in a stage, and refuses a layer that changes its input in place.
+"""Calls a layer, on the meta device or in a stage, and rejects a layer that changes its input in place.
 
 A stage keeps its input and recomputes its layers from it (paper section 2.3). A layer that changes its input in place
-would be recomputed from other values, or be refused by autograd, depending on the cut. So it is refused anywhere in the
+would be recomputed from other values, or fail in autograd, depending on the cut. So it is rejected anywhere in the
 model. Torch counts a tensor's in-place changes (`_version`), so comparing these counts is enough.
 """
 
@@ -31,7 +31,7 @@ def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool
     try:
         returned = layer(as_value(inputs, in_tuple))
     except RuntimeError as error:
-        # autograd refuses an in-place change of a leaf with a plain RuntimeError
+        # autograd raises a plain RuntimeError for an in-place change of a leaf
         if type(error) is RuntimeError and _changes_inputs(layer, inputs, in_tuple):
             raise ChangedInputError(name) from error
         raise
@@ -72,7 +72,7 @@ def shapes_of(tensors: Iterable[torch.Tensor | None]) -> str:
 
 @torch.no_grad()
 def _changes_inputs(layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> bool:
-    """Whether a layer that raised would change its input in place if autograd did not refuse that."""
+    """Whether a layer that raised would change its input in place if autograd allowed it."""
     given = tuple(tensor.clone() for tensor in inputs)
     versions = [tensor._version for tensor in given]
     try:

@@ -1,8 +1,8 @@
 """A link sends tensors in one direction between the processes of two neighbouring stages.
 
-Each link has a process group of its own. NCCL runs the operations of a group in turn, and a send ends only
-when its receive runs: in a shared group, a receive that was posted early could block the send that would free it, and
-every receive would delay the sends behind it.
+Each link has a separate process group. NCCL runs the operations of a group in order, and a send ends only when its
+receive runs: in a shared group, a receive that was posted early could block the send that would free it, and every
+receive would delay the sends behind it.
 """
 
 import time
@@ -41,10 +41,10 @@ class Work(Protocol):
 class Link(Protocol):
     """Tensors arrive in the order they are sent; each `send` needs a `receive` of as many tensors at the other end."""
 
-    peer: int  # the number of the process at the other end
+    peer: int  # the rank of the process at the other end
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
-        """Begin to send. The list is the link's from now on: it may be emptied as soon as they are sent."""
+        """Begin to send. The link may empty the list as soon as the tensors are sent."""
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
 
@@ -52,7 +52,8 @@ class Link(Protocol):
 @dataclass(frozen=True)
 class Links:
     """The links of a process, by edge, and how long it waits for a message: at most `timeout_seconds`, or
-    `connect_seconds` for the first message between GPUs, which also connects them. Waits are inside `waits`."""
+    `connect_seconds` for the first message between GPUs, which also connects them. The context `waits` is active during
+    waits."""
 
     by_edge: Mapping[Edge, Link]
     timeout_seconds: float
@@ -82,19 +83,19 @@ class GroupLink:
 
 
 class GlooLink(GroupLink):
-    """A link over Gloo, with a thread of its own: Gloo writes to the socket in the calling thread, and a send counts as
-    done, so that its tensors may be released, only once a thread has waited for it.
+    """A link over Gloo, with a sending thread: Gloo writes to the socket in the calling thread, and a send is complete,
+    so that its tensors may be released, only once a thread has waited for it.
 
-    To hand a send over to the thread takes longer than to write a few KiB. While all tensors of a link are that small,
-    the calling thread sends them, which never blocks, as Gloo queues what the peer does not receive yet; the other
-    thread then waits for several sends at once.
+    Passing a send to the other thread takes longer than writing a few KiB. While all tensors of a link are that small,
+    the calling thread sends them, which never blocks, as Gloo queues what the peer has not received; the other thread
+    then waits for several sends together.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         super().__init__(group, peer)
         self._rank = dist.get_group_rank(group, peer)
         self._sends = SimpleQueue["list[_Send] | None"]()
-        # a daemon, as a program that fails must not wait at its end for a peer that receives nothing any more
+        # a daemon, as a failing program must not wait at its end for a peer that no longer receives
         self._thread = Thread(target=_finish_sends, args=(self._sends,), name="gpipe-send", daemon=True)
         self._thread.start()
         finalize(self, self._sends.put, None)
@@ -103,7 +104,7 @@ class GlooLink(GroupLink):
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
         send = _Send(tensors, partial(self._group.send, tag=0), self._rank)
-        # once and for all, as tensors must arrive in order
+        # never True again, as tensors must arrive in order
         self._are_small = self._are_small and sum(tensor.nbytes for tensor in tensors) < _SMALL_BYTES
         if self._are_small:
             send.begin()
@@ -121,7 +122,7 @@ class GlooLink(GroupLink):
 
     def close(self) -> None:
         self._sends.put(None)
-        self._thread.join()  # the last reference to the group must not be a daemon's, at whose end Python may end, too
+        self._thread.join()  # the last reference to the group must not be a daemon's, which may end with Python
         super().close()
 
 

@@ -4,42 +4,44 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
 
 import numpy as np
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import same_bits
 
-Attributes: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
-"""The attributes and the buffers of modules: each dict of a module, and a copy of what was in it."""
-
 
 @contextmanager
-def restoring_state(module: nn.Module) -> Iterator[Attributes]:
-    """Restores buffers, attributes and gradients below `module`; inside, gradients begin as None. Attributes that are
-    taken out of the list that this gives stay as they are then."""
+def restoring_state(module: nn.Module, *, keep_attributes: bool = False, keep_buffers: bool = False) -> Iterator[None]:
+    """Restores gradients, attributes and buffers below `module`; while active, gradients begin as None.
+
+    Unless an exception is raised, `keep_attributes` leaves attributes as they are at the end, and `keep_buffers` the
+    tensors that replaced buffers; a buffer that was changed in place gets its values back in any case.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     # attributes and buffers are often replaced rather than changed in place
-    attributes = attributes_of(module)
+    entries = [
+        (entries, dict(entries), keep)
+        for inner in module.modules()
+        for entries, keep in ((vars(inner), keep_attributes), (inner._buffers, keep_buffers))
+    ]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
+    succeeded = False
     try:
-        yield attributes
+        yield
+        succeeded = True
     finally:
-        for entries, entries_before in attributes:
-            entries.clear()
-            entries.update(entries_before)
+        for current, before, keep in entries:
+            if not (keep and succeeded):
+                current.clear()
+                current.update(before)
         for buffer, value in buffers:
             if not same_bits(buffer, value):  # an unchanged buffer may not be writable
                 buffer.data.copy_(value)  # unseen by autograd, which may need the buffer for a backward
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def attributes_of(module: nn.Module) -> Attributes:
-    return [(entries, dict(entries)) for inner in module.modules() for entries in (vars(inner), inner._buffers)]
 
 
 def python_and_numpy_rng_state() -> bytes:

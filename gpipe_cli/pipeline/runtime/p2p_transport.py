@@ -1,8 +1,8 @@
 """The transport between processes, over torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
 Three things make it cheap: all shapes are known from the meta device, so nothing is negotiated; receives are posted
-before they are needed (`schedule/prefetched_receives.py`), into buffers that live as long as the run; sends go straight
-from the tensor, while the stage computes on.
+before they are needed (`schedule/prefetched_receives.py`), into buffers that live as long as the run; tensors are sent
+without a copy, while the stage continues to compute.
 """
 
 import datetime
@@ -27,11 +27,11 @@ from gpipe_cli.units import plural
 
 
 class P2PTransport:
-    """Moves tensors for the stages of process number `rank`, which compute on `device`; `rank_of_stage` has the
-    process of every stage. Raises PeerLostError if a neighbour does not connect.
+    """Moves tensors for the stages of process `rank`, which compute on `device`; `rank_of_stage` has the rank of every
+    stage's process. Raises PeerLostError if a neighbour does not connect.
 
     `post_eagerly`: receives are posted as soon as their buffers are free. Otherwise they are posted so that a GPU may
-    block a launch without a deadlock (`schedule/prefetched_receives.py`). By default receives are early on a CPU only.
+    block a launch without a deadlock (`schedule/prefetched_receives.py`). The default is eager on a CPU only.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class P2PTransport:
         self._post_eagerly = not is_accelerator(device) if post_eagerly is None else post_eagerly
         self._timeout = datetime.timedelta(seconds=links.timeout_seconds)
         self._waits = links.waits
-        self._local = LocalTransport([device] * len(rank_of_stage), boundaries)  # between stages that are both here
+        self._local = LocalTransport([device] * len(rank_of_stage), boundaries)  # between two stages of this process
         # sends in flight, with their tensors, which must live until they have been sent
         self._sends: deque[tuple[Sequence[torch.Tensor], Sequence[Work]]] = deque()
         self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # (edge, buffer, tensor) -> memory, only grows
@@ -109,8 +109,8 @@ class P2PTransport:
     def _check_as_expected(
         self, action: Action, tensor: torch.Tensor | None, described: BoundaryTensor, expected: tuple[int, ...]
     ) -> None:
-        """Raises InputError for a tensor that is not as the receiver expects it, by the trace of the model; `expected`:
-        its shape."""
+        """Raises InputError for a tensor that is not as the receiver expects it from the trace of the model; `expected`
+        is its shape."""
         if action.kind.direction is Kind.B:
             if (tensor is not None) == described.has_gradient:
                 return
@@ -151,7 +151,7 @@ class P2PTransport:
         self._post()
 
     def finish_step(self) -> None:
-        # does not wait for sends: a stage that is ahead runs its optimizer meanwhile
+        # does not wait for sends: meanwhile a stage that is ahead runs its optimizer
         self._local.finish_step()
         assert not self._posted, f"never received: {[str(action) for action, _ in self._posted]}"
         assert not self._to_post, f"never posted: {[str(receive.action) for receive in self._to_post]}"
@@ -224,5 +224,5 @@ class P2PTransport:
         wait_for(works, self._device, self._timeout)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
-        hint = "; NCCL_DEBUG=WARN says more" if is_accelerator(self._device) else ""
+        hint = "; NCCL_DEBUG=WARN shows more" if is_accelerator(self._device) else ""
         return waiting_for_peers(self._waits(), f"process {self._rank} could not {what}", hint)

@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, products and convolutions compute in `dtype`, or in the type of their inputs if it is None.
+    """While active, products and convolutions compute in `dtype`; None: in the type of their inputs.
 
     Sets autocast's state itself: `torch.autocast` ignores CUDA on a machine without a GPU, where runs may be planned.
     """

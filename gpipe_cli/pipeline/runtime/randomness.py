@@ -20,7 +20,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def mix(*values: int) -> int:
     """Hash any integers to a 64-bit number (SplitMix64's finaliser, applied after each value).
 
-    Unlike that of `hash()`, the result is the same in every process and Python version and on every machine.
+    Unlike `hash()`, it returns the same in every process and Python version and on every machine.
     """
     state = _GOLDEN
     for value in values:
@@ -37,8 +37,8 @@ def mix_in(state: int, value: int) -> int:
 
 
 def step_seed(run_seed: int, step: int) -> int:
-    """From this `mix_in` makes the seed of each micro-batch, by its number over all replicas, and from that the seed of
-    each layer, by its number."""
+    """The seed of a step, from which `mix_in` derives each micro-batch's by its number over all replicas, and from that
+    each layer's by its number."""
     return mix(run_seed, step, 0)
 
 
@@ -53,8 +53,8 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def restoring_rng_state(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restores the default generators afterwards, for a program that draws numbers of its own: otherwise each process
-    would go on from the seed of another layer."""
+    """Restores the default generators, for a program that also draws from them: otherwise each process would continue
+    from the seed of another layer."""
     states = [(generator, generator.get_state()) for device in devices for generator in generators(device)]
     try:
         yield

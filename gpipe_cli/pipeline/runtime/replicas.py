@@ -1,11 +1,15 @@
-"""Data parallelism: several pipelines each take a share of a mini-batch; the replicas of a stage sum their gradients.
+"""Data parallelism: several pipelines each take a shard of a mini-batch; the replicas of a stage sum their gradients.
 
-They do so once per step, in buckets, while gradients of other layers and stages are still computed. A bucket is summed
-in two steps: an all-to-all gives each replica all copies of its part, which it sums in the order of the replicas; an
-all-gather then sends the sums to all replicas. So these do equal work, and the order of every sum depends neither on
-the cut nor on the run (law 7).
+They do so once per step, in buckets, while gradients of other layers and stages are still computed. In a step, a bucket
+goes through four states:
 
-Gradients are copied once, into the bucket that is sent. The sums arrive in its memory, and become the gradients.
+    filling    gradients may still change: `grads_missing` of them
+    sent       copied into `buffer`; an all-to-all fills `received`, all replicas' copies of the part this replica sums
+    summed     in the order of the replicas; an all-gather overwrites `buffer` with the sums of all parts
+    gathered   the sums in `buffer` are the gradients of the parameters
+
+So replicas do equal work, gradients are copied once, and the order of every sum depends neither on the cut nor on the
+run (law 7).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +45,7 @@ class _Bucket:
     stage: int
     parameters: Sequence[nn.Parameter]
     places: Sequence[tuple[Any, Any, int]]  # shape, strides as autograd gives them, and offset of each gradient
-    part: int  # elements that each replica sums
+    part: int  # number of elements that each replica sums
     grads_missing: int = 0  # gradients that may still change in this step
     buffer: torch.Tensor | None = None  # (R, part): gradients in memory order, later their sums; padding is not read
     views: Sequence[torch.Tensor] = ()  # the gradients in `buffer`
@@ -52,18 +56,17 @@ class _Bucket:
 @dataclass
 class Replicas:
     """Sums an engine's gradients over the `size` processes that have the same stages, one per pipeline, in the order of
-    the pipelines; `groups` has their process group for each device of the stages. Every wait is inside the context
-    `waits`; methods raise PeerLostError if another replica is lost."""
+    the pipelines; `groups` has their process group for each device of the stages. The context `waits` is active during
+    waits; methods raise PeerLostError if another replica is lost."""
 
     groups: Mapping[torch.device, dist.ProcessGroup]
     size: int
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
     _buckets: list[_Bucket] = field(default_factory=list)  # in the order in which all replicas sum them
-    _launched: int = 0  # how many of these buckets are being summed
+    _launched: int = 0  # number of these buckets that are sent
     _with_gradient: set[nn.Parameter] = field(default_factory=set)  # in this step, in this replica
-    _used_parameters: set[nn.Parameter] | None = (
-        None  # parameters that got a gradient in the first step, in any replica
-    )
+    # parameters that got a gradient in the first step, in any replica
+    _used_parameters: set[nn.Parameter] | None = None
 
     def connect(self, seconds: float) -> None:
         """Send one message of each kind over each group, in the same order in all processes. NCCL connects at the first
@@ -89,7 +92,7 @@ class Replicas:
 
     def begin_step(self, stages: Mapping[int, nn.Module]) -> None:
         """Called before the first action; `stages`: the layers of this process's stages, by index, the same in every
-        step. Buckets are summed in the order in which a backward gets to them."""
+        step. Buckets are summed in the order in which a backward reaches them."""
         if not self._buckets:
             self._buckets = [
                 bucket for stage in sorted(stages, reverse=True) for bucket in _buckets(stage, stages[stage], self.size)
@@ -101,8 +104,8 @@ class Replicas:
 
     @contextmanager
     def overlapping_last_action(self, stage: int) -> Iterator[None]:
-        """Inside, a gradient of `stage` that has been accumulated is final; afterwards all are, and a parameter without
-        a gradient gets none in this step. No earlier action makes a gradient final: a weight may wait for its W in some
+        """While active, an accumulated gradient of `stage` is final; afterwards all are, and a parameter without a
+        gradient gets none in this step. No earlier action makes a gradient final: a weight may wait for its W in some
         micro-batches only. Raises InputError for a gradient that was added to after it had been sent."""
 
         def note_final(bucket: _Bucket, parameter: torch.Tensor) -> None:
@@ -125,7 +128,7 @@ class Replicas:
                 if bucket.buffer is not None and any(parameter.grad is not None for parameter in bucket.parameters):
                     raise InputError(
                         f"replicas={self.size}: a layer of stage {stage} adds to a gradient several times in one "
-                        "backward, by a backward of its own; use replicas=1, or let autograd run it"
+                        "backward, by a nested backward; use replicas=1, or let autograd run it"
                     )
                 bucket.grads_missing = 0
         self._launch_ready_sums()
@@ -167,7 +170,7 @@ class Replicas:
         return used
 
     def _launch_ready_sums(self) -> None:
-        """Begin to sum buckets whose gradients are final, in order: other replicas may get to them in another order."""
+        """Send buckets whose gradients are final, in order: other replicas may reach them in another order."""
         while self._launched < len(self._buckets) and not self._buckets[self._launched].grads_missing:
             bucket = self._buckets[self._launched]
             self._launched += 1
@@ -190,11 +193,11 @@ class Replicas:
                 bucket.work = dist.all_to_all_single(bucket.received, bucket.buffer, group=group, async_op=True)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return waiting_for_peers(self.waits(), "the gradients of another replica did not come")
+        return waiting_for_peers(self.waits(), "the gradients of another replica did not arrive")
 
 
 def _buckets(stage: int, module: nn.Module, replicas: int) -> Iterator[_Bucket]:
-    """The buckets of a stage: its trained parameters from last to first, as a backward gets to them."""
+    """The buckets of a stage: its trained parameters from last to first, as a backward reaches them."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for (dtype, _), alike in groupby(reversed(trained), key=lambda parameter: (parameter.dtype, parameter.device)):
         for parameters in _fill_buckets(alike):

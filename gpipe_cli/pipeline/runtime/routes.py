@@ -1,9 +1,9 @@
-"""Which stage sends which tensors to which: what the next layer gets to the next stage, and a long skip straight to the
-stage that takes it up again.
+"""Which stage sends which tensors to which: a layer's outputs to the next stage, and a long skip directly to the stage
+that pops it.
 
-A stage's inputs are what the last layer before it returns, followed by the skips that it takes up, in the order
-of their stashes; its outputs are what its last layer returns, followed by the skips that it keeps for later stages.
-Gradients take the same routes back.
+A stage's inputs are the outputs of the last layer before it, followed by the skips that it pops, in the order of their
+stashes; its outputs are those of its last layer, followed by the skips that it stashes for later stages. Gradients take
+the same routes back.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Route:
-    """The tensors that stage `sender` hands to the later stage `receiver`."""
+    """The tensors that stage `sender` sends to the later stage `receiver`."""
 
     sender: int
     receiver: int
@@ -28,8 +28,8 @@ class Route:
 
 @dataclass
 class Boundaries:
-    """All tensors that cross from each stage to the next, in training and evaluation, skips to later stages among them;
-    images have `memory_format`. `layer_names` are those of each stage, for messages."""
+    """All tensors that cross from each stage to the next, including skips to later stages, in training and evaluation;
+    images have `memory_format`. `layer_names`: the layers of each stage, for messages."""
 
     training: Sequence[Boundary]
     evaluation: Sequence[Boundary]
@@ -40,7 +40,7 @@ class Boundaries:
         self.change(self.training, self.evaluation)
 
     def change(self, training: Sequence[Boundary], evaluation: Sequence[Boundary]) -> None:
-        """From the next step on, these tensors cross, which have other shapes."""
+        """Use these boundaries, with other shapes, from the next step on."""
         self.training, self.evaluation = training, evaluation
         self._routes = Routes(routes(evaluation)), Routes(routes(training))
 
@@ -49,7 +49,7 @@ class Boundaries:
 
 
 class Routes:
-    """Shares out what a stage sends after an action, and puts together what it receives for an action."""
+    """Distributes what a stage sends after an action, and collects what it receives for an action."""
 
     def __init__(self, routes: Sequence[Route] | None = None) -> None:
         """`routes`: None if a stage sends all its outputs to the next stage."""
@@ -70,11 +70,11 @@ class Routes:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages of which the first sends outputs to the second."""
+        """The pairs (sender, receiver) of stages, as outputs are sent."""
         return tuple((route.sender, route.receiver) for route in self._routes or ())
 
     def tensors(self, sender: int, receiver: int) -> Boundary:
-        """What stage `sender` hands to stage `receiver` after a forward."""
+        """The tensors that stage `sender` sends to stage `receiver` after a forward."""
         return next(route.tensors for route in self._by_sender[sender] if route.receiver == receiver)
 
     def outgoing(self, action: Action, tensors: OptionalTensors) -> Iterator[tuple[int, OptionalTensors]]:
@@ -137,8 +137,8 @@ def routes(boundaries: Sequence[Boundary]) -> tuple[Route, ...]:
 
 
 def forward_bytes(boundaries: Sequence[Boundary], samples: int, lengths: Sequence[int] = ()) -> tuple[int, int]:
-    """Bytes that all stages together send in the forwards of a micro-batch, and the bytes that they would send if each
-    skip went through all stages between, as a tensor of a tuple; `boundaries` as in `inputs_of`."""
+    """The bytes that all stages together send in the forwards of a micro-batch, and what they would send if each skip
+    went through all stages between, as a tensor of a tuple; `boundaries` as in `inputs_of`."""
     routed = [tensor for route in routes(boundaries) for tensor in route.tensors]
     crossing = [tensor for boundary in boundaries for tensor in boundary]
     return sum(t.bytes(samples, lengths) for t in routed), sum(t.bytes(samples, lengths) for t in crossing)

@@ -1,11 +1,11 @@
-"""The bytes that a stage really holds for the micro-batches in flight, counted while it runs.
+"""The bytes that a stage saves for the micro-batches in flight, counted while it runs.
 
 The paper's claim about memory (section 2.3, Table 1) is about these bytes: activations kept between forward and
 backward. An allocator's peak is another figure: it includes gradients, workspace and cached memory.
 
 Autograd often saves views: the same activation flattened for one kernel and transposed for another, or the keys of a
-tensor that has queries, keys and values. A view keeps its whole storage, so each storage is counted whole, and once.
-A stage's inputs are the exception, as they may be slices of the mini-batch or of a receive buffer.
+tensor that has queries, keys and values. A view keeps its whole storage, so each storage is counted whole, and once. A
+stage's inputs are the exception, as they may be slices of the mini-batch or of a receive buffer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -24,7 +24,7 @@ class ActivationCounter:
 
     def __init__(self) -> None:
         self.on = False
-        self.peak_bytes = 0  # the most bytes held at once since the step began
+        self.peak_bytes = 0  # the maximum of `bytes` since the step began
         self._uncounted: set[int] = set()  # storages that are not counted
         self._saved: dict[int, StorageBytes] = {}  # by micro-batch
         # not in `_saved`, as a gradient may get memory that autograd frees during the same backward
@@ -32,7 +32,7 @@ class ActivationCounter:
 
     @property
     def bytes(self) -> int:
-        """The bytes held now."""
+        """The bytes saved now."""
         return sum(saved.bytes for saved in (*self._saved.values(), *self._gradients.values()))
 
     def begin_step(self, module: nn.Module) -> None:
@@ -47,8 +47,8 @@ class ActivationCounter:
     def counting(
         self, micro_batch: int, given: Iterable[torch.Tensor], uncounted: Iterable[torch.Tensor]
     ) -> Iterator[None]:
-        """Count what autograd saves inside for the backward of `micro_batch`, whose inputs are `given`. `uncounted`
-        tensors, which are known only now, outlive the micro-batch and are not counted."""
+        """While active, count what autograd saves for the backward of `micro_batch`, whose inputs are `given`.
+        `uncounted` tensors, which are known only now, outlive the micro-batch and are not counted."""
         if not self.on:
             yield
             return
@@ -59,7 +59,7 @@ class ActivationCounter:
 
     @contextmanager
     def counting_more(self, micro_batch: int) -> Iterator[None]:
-        """Count what autograd saves inside, too, for a micro-batch that is counted already."""
+        """While active, also count what autograd saves for a micro-batch that is counted already."""
         if not self.on or micro_batch not in self._saved:
             yield
             return
@@ -113,7 +113,7 @@ class ActivationCounter:
 
 @contextmanager
 def counting_saved(counted: "StorageBytes") -> Iterator[None]:
-    """Inside, the memory of every tensor that autograd saves for a backward is added to `counted`."""
+    """While active, adds the memory of every tensor that autograd saves for a backward to `counted`."""
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         counted.add((tensor,))

@@ -1,4 +1,4 @@
-"""A partition at work: its layers, its device, and what it keeps of each micro-batch between forward and backward.
+"""A partition as it runs: its layers, its device, and what it saves of each micro-batch between forward and backward.
 
 Paper section 2.3: after a forward a stage keeps only its input; before the backward it runs its layers again. Which
 micro-batches are recomputed is not decided here: the executor reads it off the schedule.
@@ -6,11 +6,11 @@ micro-batches are recomputed is not decided here: the executor reads it off the 
 What makes results independent of the cut (law 1), for each layer and not only for each stage:
 
 * the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
-* the tensors between layers, and the gradients that come back through them, always have the same strides and alignment,
-  because kernels are chosen by them, and may sum in another order;
-* a tensor handed over twice becomes two tensors, because their gradients would otherwise be summed in an order that
-  depends on whether a cut lies between. The tensor that a `Stash` keeps and hands on becomes two as well: its gradient
-  is the sum of exactly two gradients, which does not depend on their order.
+* the tensors between layers, and their gradients, always have the same strides and alignment, because kernels are
+  chosen by them, and may sum in another order;
+* a tensor that a layer returns twice becomes two tensors, because their gradients would otherwise be summed in an order
+  that depends on whether a cut follows. The tensor that a `Stash` keeps and returns also becomes two: its gradient is
+  the sum of exactly two gradients, which does not depend on their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,12 @@ from gpipe_cli.pipeline.runtime.boundary import (
     in_layout,
     without_graph,
 )
+from gpipe_cli.pipeline.runtime.captured_micro_batch import CapturedMicroBatch, CaptureKind
 from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layers, errors_name_layer
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import AllGather, BatchStatistics, defer_batch_norms, single_replica
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.graph_capture import CudaGraphCapturer
 from gpipe_cli.pipeline.runtime.known_layers import StageLayer, layers_of
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
@@ -46,13 +48,8 @@ from gpipe_cli.pipeline.runtime.module_state import restoring_state
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import mix_in, step_seed
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
-from gpipe_cli.pipeline.runtime.stage_graphs import (
-    CapturedMicroBatch,
-    CaptureKind,
-    CudaGraphCapturer,
-    Seeds,
-    StageCudaGraphs,
-)
+from gpipe_cli.pipeline.runtime.stage_graphs import StageCudaGraphs
+from gpipe_cli.pipeline.runtime.static_memory import Seeds
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import generators, using_device
 
@@ -77,10 +74,9 @@ class _InFlight:
     inputs: Tensors
     # once there is an autograd graph: per output, the edge where its backward starts; None if it needs no gradient
     roots: tuple[GradientEdge | None, ...] | None = None
-    captured: CapturedMicroBatch | None = (
-        None  # of replayed layers; `roots` are then those of the loss, which is not replayed
-    )
-    outputs: Tensors = ()  # the slot's outputs, as leaves of the loss's autograd graph
+    # of replayed layers; `roots` then belong to the loss, which is not replayed
+    captured: CapturedMicroBatch | None = None
+    outputs: Tensors = ()  # replayed outputs, as leaves of the loss's autograd graph
     changed: ChangedBuffers = field(default_factory=list)  # buffers of layers, with which a recomputation begins
 
 
@@ -94,7 +90,8 @@ class Stage:
     nothing. Layers compute in `autocast_dtype` where autocast uses it; `compiled`: in training they run compiled by
     torch.compile.
 
-    Raises InvalidSettingError if layers cannot be compiled here, and InputError as `find_tracking_norms` does.
+    Raises InvalidSettingError if layers cannot be compiled here, and InputError for batch norms that cannot be
+    deferred.
     """
 
     def __init__(
@@ -143,7 +140,7 @@ class Stage:
             defer_batch_norms(module, self.statistics)
         self._buffers = LayerBuffers(module, self.statistics.norms)
         self.frozen = [named for named in module.named_parameters() if not named[1].requires_grad]
-        # recurrent layers run other kernels where no graph is recorded, on CPUs, with other bits
+        # without an autograd graph, recurrent layers run other kernels on CPUs, with other bits
         self._always_builds_graph = compiled or any(isinstance(inner, nn.RNNBase) for inner in module.modules())
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
@@ -174,7 +171,7 @@ class Stage:
     ) -> None:
         """Called before the first action of a mini-batch. Seeds depend on `step`, which counts mini-batches over the
         whole run, and on a micro-batch's number over all replicas; this pipeline's numbers begin at
-        `first_micro_batch`. `actions` are those of this stage in the step."""
+        `first_micro_batch`. `actions`: this stage's in the step."""
         self._saved.clear()  # of a step that failed
         self._deferred.clear()
         self.statistics.begin_step()
@@ -228,9 +225,9 @@ class Stage:
         self._save(micro_batch, _InFlight(leaves, _roots(results)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """B: return the gradients of the inputs; those of parameters are accumulated in `.grad`.
+        """B: return the gradients of the inputs; parameters accumulate theirs in `.grad`.
 
-        `gradients` are those of the outputs; the last stage ignores them, as its backward starts at the loss.
+        `gradients`: of the outputs; the last stage ignores them, as its backward starts at the loss.
         """
         return self._backward(micro_batch, gradients, split=False)
 
@@ -244,20 +241,30 @@ class Stage:
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool
     ) -> tuple[torch.Tensor | None, ...]:
         """B, or I if it is `split`."""
-        saved, roots, root_gradients = self._begin_backward(micro_batch, gradients)
-        if saved.captured is not None:
-            if self._objective is not None:
-                if roots:
-                    torch.autograd.backward(roots)
-                gradients = tuple(output.grad for output in saved.outputs)
-            assert self.cuda_graphs is not None
-            if self.cuda_graphs.backward_matches(saved.captured, gradients):
-                return self._replay_backward(micro_batch, saved.captured, gradients)
-            leaves, outputs = self._compute(_copies(saved.captured.inputs), True, self._make_seeder(micro_batch))
-            pairs = [*zip(_roots(outputs), gradients, strict=True)]
-            roots = [root for root, gradient in pairs if root is not None and gradient is not None]
-            root_gradients = [gradient for root, gradient in pairs if root is not None and gradient is not None]
-            saved = _InFlight(leaves)
+        saved = self._saved.pop(micro_batch)
+        assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
+        if saved.captured is None:
+            return self._eager_backward(micro_batch, saved, gradients if self._objective is None else None, split=split)
+        assert self.cuda_graphs is not None
+        if self._objective is not None:
+            gradients = _loss_gradients(saved)
+        if self.cuda_graphs.backward_matches(saved.captured, gradients):
+            return self._replay_backward(micro_batch, saved.captured, gradients)
+        leaves, outputs = self._compute(_copies(saved.captured.inputs), True, self._make_seeder(micro_batch))
+        return self._eager_backward(micro_batch, _InFlight(leaves, _roots(outputs)), gradients, split=split)
+
+    def _eager_backward(
+        self, micro_batch: int, saved: _InFlight, gradients: Sequence[torch.Tensor | None] | None, *, split: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run the autograd graph backward from the outputs with these gradients; None: from the loss."""
+        assert saved.roots is not None
+        given = (None,) * len(saved.roots) if gradients is None else gradients
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(saved.roots, given, strict=True)
+            if root is not None and (gradient is not None or gradients is None)
+        ]
+        roots, root_gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
         if split:
             count_gradient = partial(self.counter.count_gradient, micro_batch)
             deferred = backward_inputs(roots, root_gradients, count_gradient) if roots else []
@@ -280,23 +287,8 @@ class Stage:
             backward_weights(deferred)
         self.counter.drop(micro_batch)
 
-    def _begin_backward(
-        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[_InFlight, list[GradientEdge], list[torch.Tensor | None]]:
-        """What was saved, the edges where the backward starts, and the gradients of these edges."""
-        saved = self._saved.pop(micro_batch)
-        assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
-        if self._objective is not None:
-            gradients = (None,) * len(saved.roots)
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(saved.roots, gradients, strict=True)
-            if root is not None and (gradient is not None or self._objective is not None)
-        ]
-        return saved, [root for root, _ in pairs], [gradient for _, gradient in pairs]
-
     def _try_replay(self, micro_batch: int, inputs: Tensors, retain: Retain) -> CapturedMicroBatch | None:
-        """Replay the forward, and return its slot; None if the layers have to run."""
+        """Replay the forward, and return the micro-batch; None if the layers have to run."""
         if self.cuda_graphs is None:
             return None
         kind = CaptureKind.SPLIT if micro_batch in self._split else CaptureKind.WHOLE
@@ -306,7 +298,7 @@ class Stage:
         )
 
     def _has_no_autograd_graph(self) -> bool:
-        """Whether there is no graph of autograd over the layers, of a micro-batch whose layers have run."""
+        """Whether no micro-batch in flight has an autograd graph over the layers, as replayed ones have none."""
         has_deferred = any(deferred and isinstance(deferred, list) for deferred in self._deferred.values())
         return not has_deferred and all(
             saved.roots is None or saved.captured is not None for saved in self._saved.values()
@@ -315,7 +307,7 @@ class Stage:
     def _finish_replayed_forward(
         self, micro_batch: int, captured: CapturedMicroBatch, retain: Retain, *, observe: bool
     ) -> Tensors:
-        """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the slot's
+        """After a replay of the layers: compute the loss, and keep what a backward needs. Returns copies of the
         outputs, which the next replay overwrites."""
         graph = retain is Retain.ACTIVATIONS
         leaves = captured.outputs
@@ -350,9 +342,8 @@ class Stage:
         `inputs` describes what the first layer gets. Gradients and buffers stay as they are. Raises
         InvalidSettingError, which names the layer that does not compile.
         """
-        with using_device(self.device), restoring_state(self.module) as attributes:
-            # all but the buffers of modules stay: compiled code relies on what a first call leaves in attributes
-            attributes[:] = attributes[1::2]
+        # compiled code relies on what a first call leaves in attributes
+        with using_device(self.device), restoring_state(self.module, keep_attributes=True):
             zeros = [torch.zeros(t.shape(samples, lengths), dtype=t.dtype, device=self.device) for t in inputs]
             given = tuple(
                 in_layout(tensor, self._memory_format).requires_grad_(described.requires_grad)
@@ -401,7 +392,7 @@ class Stage:
         if not self.module.training:
             return lambda place: None
         seeds = self._layer_seeds(micro_batch)
-        before_loss = len(self._layers) - 1 if self._objective is not None else None  # a loss may draw, too
+        before_loss = len(self._layers) - 1 if self._objective is not None else None  # a loss may also draw
 
         def seed(place: int) -> None:
             if self._layers[place].draws or place == before_loss:
@@ -411,9 +402,9 @@ class Stage:
         return seed
 
     def _compute(self, inputs: Tensors, graph: bool, begin: Callable[[int], None]) -> tuple[Tensors, Tensors]:
-        """Run all layers; returns the inputs, as leaves if autograd records a graph, and the outputs. `begin` is
-        called before each layer with its place. Without `graph`, compiled and recurrent layers record a graph all the
-        same, so that they run the same code as in a recomputation; the graph is dropped layer by layer."""
+        """Run all layers; returns the inputs, as leaves of the autograd graph if it is built, and the outputs. `begin`
+        is called before each layer with its place. Without `graph`, compiled and recurrent layers still build it, so
+        that they run the same code as in a recomputation; it is dropped layer by layer."""
         drop = self._always_builds_graph and self.module.training and not graph
         with _grad_mode(graph or drop), self._autocast():
             leaves = self._leaves(inputs) if graph or drop else inputs
@@ -440,7 +431,7 @@ class Stage:
         return (*inputs, *chain.from_iterable(skips.values()))
 
     def _split_off_skips(self, inputs: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
-        """The inputs of the first layer, and the skips that later layers take up, by name."""
+        """The inputs of the first layer, and the skips that later layers pop, by name."""
         names = self._skips[self.module.training]
         split = len(inputs) - len(names)
         skips: dict[str, Tensors] = {}
@@ -472,7 +463,7 @@ class Stage:
 
     def _to_boundary_layout(self, tensor: torch.Tensor, *, new_view: bool = False, dense: bool = False) -> torch.Tensor:
         """A tensor in the form that it has between layers; `new_view`: as a new view; `dense`: its gradient is known to
-        have that form, too."""
+        also have that form."""
         tensor = self._in_layout(tensor)
         if tensor.requires_grad:
             if new_view:
@@ -485,15 +476,15 @@ class Stage:
         return _NOTHING if self._autocast_dtype is None else autocast(self.device, self._autocast_dtype)
 
     def _check_no_new_gradients(self, outputs: Tensors) -> None:
-        """Raises InputError for an output that requires a gradient, and did not when the model was traced: none would
-        come back."""
+        """Raises InputError for an output that requires a gradient but did not when the model was traced: this stage
+        would not receive it."""
         for tensor, described in zip(outputs, self._outputs, strict=False):
             if tensor.requires_grad and not described.requires_grad:
                 layer = f"Stash {described.skip}" if described.skip else f"layer {self._layers[-1].name}"
                 raise InputError(
-                    f"{layer} hands on a tensor {tuple(tensor.shape)} that requires a gradient, and did not when the "
-                    f"model was traced, so that none comes back to stage {self.index}; build the pipeline anew where "
-                    "parameters take part, or are trained, only later"
+                    f"{layer} returns a tensor {tuple(tensor.shape)} that requires a gradient but did not when the "
+                    f"model was traced: stage {self.index} would get no gradient; rebuild the pipeline when parameters "
+                    "begin to be used or trained"
                 )
 
     def _apply_objective(self, micro_batch: int, outputs: Tensors, graph: bool, *, observe: bool) -> Tensors:
@@ -510,6 +501,13 @@ class Stage:
 def _grad_mode(enabled: bool) -> AbstractContextManager[object]:
     """`torch.set_grad_enabled`, which costs as much as a small layer, where it changes something."""
     return _NOTHING if torch.is_grad_enabled() is enabled else torch.set_grad_enabled(enabled)
+
+
+def _loss_gradients(saved: _InFlight) -> OptionalTensors:
+    """Run the loss backward: the gradients of replayed outputs."""
+    if roots := [root for root in saved.roots or () if root is not None]:
+        torch.autograd.backward(roots)
+    return tuple(output.grad for output in saved.outputs)
 
 
 def _copies(tensors: Tensors) -> Tensors:

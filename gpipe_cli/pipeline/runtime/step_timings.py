@@ -1,7 +1,7 @@
 """Clock marks of what each stage did when, made by the executor as it performs a schedule, and their timeline.
 
 The paper sums this up in a chart (NeurIPS version, section 3.1: computation, recomputation, bubble, load imbalance,
-weight update); here it is recorded for every step of every run. A mark costs one reading of a clock: on a CPU of the
+weight update); here it is recorded for every step of every run. A mark costs one reading of a clock: on a CPU the
 host's monotonic clock, which all processes of a machine share; on a GPU an event in its stream, read a step later, so
 that the host does not wait for it.
 """
@@ -18,10 +18,8 @@ from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, new_timer
 
 Mark: TypeAlias = Any  # seconds (float) on the host, an event on a GPU; read by the clock that made it
-MARKS_PER_ACTION = 4  # marks per action: begun, everything received, computed, handed on
-MARKS_PER_STAGE = (
-    4  # marks per stage after its actions: begin and end of the wait for replicas' sums, and of its update
-)
+MARKS_PER_ACTION = 4  # marks per action: begun, everything received, computed, sent
+MARKS_PER_STAGE = 4  # after its actions: begin and end of the wait for replicas' sums, and of the update
 _ANCHOR_STEPS = 50  # steps between comparisons of a GPU's clock with the host's, which drift by parts in a million
 
 
@@ -48,8 +46,8 @@ class HostClock:
 class StreamClock:
     """The clock of a GPU: calls only launch work, so events are recorded between its kernels.
 
-    An event is read as the time since another event, in float32: so each step counts from an event of its own, which
-    counts from the previous step's. Other events are reused: marks are read within the step that follows theirs.
+    An event is read as the time since another event, in float32: so each step has a new event to count from, which
+    counts from the previous step's. Other events are reused: marks are read within the next step.
     """
 
     cpu_seconds = staticmethod(float)  # always 0: the device does the work
@@ -153,8 +151,8 @@ class StepTimings:
         return max(0.0, 1 - cpu_seconds / computing_seconds)
 
     def seconds(self) -> dict[int, list[float]]:
-        """By stage, seconds of the host's clock: MARKS per action, in the schedule's order, then ENDS. On a GPU this
-        waits for the last mark."""
+        """By stage, seconds of the host's clock: MARKS_PER_ACTION for each action, in the schedule's order, then
+        MARKS_PER_STAGE. On a GPU this waits for the last mark."""
         seconds: dict[int, list[float]] = {}
         for stage, reader in self._readers.items():
             marks = self._marks[stage]
@@ -177,7 +175,7 @@ class StepTimer:
 
 
 def max_marks(micro_batches: int) -> int:
-    """The most numbers in a stage's recording of a step: each micro-batch has at most an F, an R, an I and a W."""
+    """The maximum number of a stage's marks in a step: each micro-batch has at most an F, an R, an I and a W."""
     return 4 * micro_batches * MARKS_PER_ACTION + MARKS_PER_STAGE
 
 
@@ -187,11 +185,11 @@ def timeline_of_marks(
     began_seconds: float = -math.inf,
     device_of_stage: Sequence[int] = (),
 ) -> Timeline:
-    """The timeline of a recorded step; `seconds[k]` are stage k's numbers, as `StepTimings.seconds` gives them, and
+    """The timeline of a step; `seconds[k]` are stage k's marks, as `StepTimings.seconds` returns them, and
     `device_of_stage[k]` is the number of its device.
 
-    It begins at `began_seconds`: earlier waiting is left out, as a stage may wait for its first micro-batch while
-    stage 0 is still in the previous step. The time that a stage takes to hand on its results is a transfer, too.
+    It begins at `began_seconds`: earlier waiting is left out, as a stage may wait for its first micro-batch while stage
+    0 is still in the previous step. The time that a stage takes to send its results is also a transfer.
     """
     action_ends = {
         action: computed

@@ -1,6 +1,6 @@
-"""Weights that several layers use: an embedding whose matrix is also that of the softmax, wherever the model is cut.
+"""Weights that several layers use: an embedding whose matrix is also the softmax's, wherever the model is cut.
 
-Every stage with such layers has the weight in memory once; each of its layers has a parameter of its own there. So the
+Every stage with such layers has the weight in memory once; each of its layers has a separate parameter there. So the
 gradients of each use are summed over micro-batches in the order of the backwards, and at the end of a step the sums of
 all uses are added in the order of the layers, at K = 1 as for any other cut (law 1). Every stage gets the same total,
 and its optimizer takes the same step. With replicas, each use is summed over them first.
@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
-Group = tuple[int, ...]  # numbers of the processes of a pipeline that have a tied weight, ascending
+Group = tuple[int, ...]  # ranks, in a pipeline, of the processes that have a tied weight, ascending
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Use:
-    """A use of a tied weight, in a stage of process number `rank`."""
+    """A use of a tied weight, in a stage of process `rank`."""
 
     rank: int
     parameter: nn.Parameter | None  # None: the stage is in another process
@@ -111,10 +111,10 @@ class _Use:
 
 @dataclass
 class TiedWeights:
-    """The tied weights of the `stages` of one process (by index), number `rank` of its pipeline.
+    """The tied weights of the `stages` (by index) of process `rank` of a pipeline.
 
     `stage_of_use[i][u]` is the stage of use u of `ties[i]`; `groups` has the process group of the processes with the
-    same tied weights. Methods raise PeerLostError if another process is lost; waits are as those of `links`.
+    same tied weights. Methods raise PeerLostError if another process is lost; limits of waits are those of `links`.
     """
 
     ties: Sequence[Tie]
@@ -149,12 +149,12 @@ class TiedWeights:
 
     @property
     def stages_with_remote_uses(self) -> set[int]:
-        """The stages of this process with a tied weight that another stage has, too."""
+        """The stages of this process with a tied weight that another stage also has."""
         return {k for stages in self.stage_of_use if len({*stages}) > 1 for k in stages if k in self.stages}
 
     def connect(self, device: torch.device, seconds: float) -> None:
-        """Send one message over each group, in the same order in all processes, as in `P2PTransport`. Raises
-        PeerLostError if connecting takes longer than `seconds`."""
+        """Send one message over each group, in the same order in all processes: backends connect at the first message,
+        and could otherwise deadlock. Raises PeerLostError if connecting takes longer than `seconds`."""
         for members, group in sorted(self.groups.items()):
             for sender in members:
                 token = torch.zeros(1, device=device)
@@ -216,9 +216,9 @@ class TiedWeights:
         return dist.batch_isend_irecv([*receives, *sends]) if receives or sends else []
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return waiting_for_peers(self.links.waits(), "the gradient of a tied weight in another stage did not come")
+        return waiting_for_peers(self.links.waits(), "the gradient of a tied weight in another stage did not arrive")
 
 
 def _flatten(gradient: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as a vector of its elements, in the order in which they lie in memory."""
+    """A dense tensor as a vector of its elements, in the order of their addresses."""
     return gradient.as_strided((gradient.numel(),), (1,))

@@ -18,12 +18,12 @@ from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_str
 
 
 class PeerLostError(RuntimeError):
-    """The process at the other end has died or does not answer; the cause lies there."""
+    """The process at the other end has died or does not answer; the cause is there."""
 
 
 @contextmanager
 def waiting_for_peers(waits: AbstractContextManager[object], failure: str, hint: str = "") -> Iterator[None]:
-    """Inside, and inside `waits`, this process waits for others. A RuntimeError of torch there is a consequence of
+    """Around code that waits for other processes; enters `waits`. A RuntimeError of torch there is a consequence of
     another process's failure: it becomes a PeerLostError that begins with `failure` and ends with `hint`."""
     try:
         with waits:
@@ -67,7 +67,7 @@ class LocalTransport:
         self._routes = Routes()
         several = set(filter(is_accelerator, devices)) if len(set(devices)) > 1 else set()
         self._copying = {device: new_stream(device) for device in several}
-        # by the receiving F or B (B stands for I, too), and the stage that sends
+        # by the receiving F or B (B also stands for I), and the stage that sends
         self._sent: dict[tuple[Action, int], OptionalTensors] = {}
         self._copied: dict[tuple[Action, int], torch.Event] = {}
 

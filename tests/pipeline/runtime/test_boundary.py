@@ -71,8 +71,8 @@ def test_a_layer_gets_equally_aligned_tensors_for_every_cut() -> None:
 
 
 def test_every_micro_batch_is_aligned() -> None:
-    """A layer hands on what it was given, as that of a translation model does the targets: from an odd address it was
-    copied, which no plan knew of."""
+    """A layer returns its input, as a translation model's does with the targets: from an odd address it was copied,
+    which no plan knew of."""
     images = torch.randn(5, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     tokens = torch.arange(55).view(5, 11)
     pieces = split_all((images, tokens), [2, 2, 1])

@@ -1,4 +1,4 @@
-"""Law 4: running statistics are those of `nn.BatchNorm` over the whole mini-batch, whatever the micro-batches."""
+"""Law 4: running statistics equal `nn.BatchNorm`'s over the whole mini-batch, whatever the micro-batches."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +93,7 @@ def misaligned_norms(settings: str) -> tuple[int, int]:
     return sum(any(view.storage_offset() * 4 % 16 for view in pair if view is not None) for pair in views), len(norms)
 
 
-@pytest.mark.parametrize("settings", [  # those of conf/model and of the recipes
+@pytest.mark.parametrize("settings", [  # settings of conf/model and the recipes
     *(f"model.normal_cells={cells} model.filters={filters} dataset.image_size={size}" for cells, filters, size in (
         (3, 4, 16), (3, 4, 32), (3, 8, 16), (3, 16, 24), (6, 4, 16), (6, 16, 24), (6, 16, 128), (6, 32, 64),
         (6, 32, 224), (6, 64, 128), (18, 208, 224), (18, 256, 224), (72, 512, 224),
@@ -104,7 +104,7 @@ def misaligned_norms(settings: str) -> tuple[int, int]:
     *(f"model=timm model.name={name}" for name in ("efficientnet_b0", "resnext101_32x4d", "seresnext101_32x4d")),
 ])  # fmt: skip
 def test_the_norms_of_every_model_write_to_aligned_addresses(settings: str) -> None:
-    """In every cut: each norm takes up a multiple of so many bytes."""
+    """In every cut: each norm has a multiple of that many bytes."""
     misaligned, norms = misaligned_norms(settings)
     assert norms
     assert misaligned == 0
@@ -162,13 +162,13 @@ def test_one_norm_in_two_places_tracks_both() -> None:
 def test_a_replica_that_has_never_had_a_sample_tracks_what_others_have(make: Callable[[], nn.Module]) -> None:
     """It knew of one application of a norm only, and the others waited for it for ever."""
     whole, *_ = pair(make)
-    meeting, told = Barrier(2, timeout=20), dict[int, torch.Tensor]()
+    meeting, given = Barrier(2, timeout=20), dict[int, torch.Tensor]()
 
     def replica(rank: int) -> nn.Module:
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-            told[rank] = tensor
+            given[rank] = tensor
             meeting.wait()
-            tensors = [told[0], told[1]]
+            tensors = [given[0], given[1]]
             meeting.wait()
             return tensors
 
@@ -190,7 +190,7 @@ def test_a_replica_that_has_never_had_a_sample_tracks_what_others_have(make: Cal
 
 
 class Inherits(nn.BatchNorm2d):
-    """Has no forward of its own."""
+    """Inherits its forward."""
 
 
 class Scaled(nn.Module):
@@ -223,7 +223,7 @@ def test_a_norm_stays_the_object_that_it_is() -> None:
 
 
 class Gain(nn.BatchNorm2d):
-    """Has a forward of its own, and a parameter in it."""
+    """Overrides forward, which uses a parameter."""
 
     def __init__(self, channels: int, **settings: Any) -> None:
         super().__init__(channels, **settings)

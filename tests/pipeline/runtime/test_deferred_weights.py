@@ -115,7 +115,7 @@ CASES = {
     "attention": Case(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True), SENTENCES, 4),
     "used twice": Case(Twice, ROWS, 1),
     "an input for a weight": Case(Joined, ROWS * 2, 1, samples=8),
-    "handed over twice": Case(partial(Mix, 8, 8, 6), (*IMAGES, *IMAGES, MASK), 0),
+    "returned twice": Case(partial(Mix, 8, 8, 6), (*IMAGES, *IMAGES, MASK), 0),
     "parametrized": Case(parametrized, ROWS, 1),
     "first stage": Case(convolutions, IMAGES, 7, first=True),
     "frozen": Case(convolutions, IMAGES, 5, frozen=Frozen(modules=("layer.0", "layer.1", "layer.3"))),
@@ -124,7 +124,7 @@ CASES = {
     ),
     "all frozen": Case(linears, ROWS, 0, frozen=Frozen(modules=("layer",))),
     "recomputes itself": Case(partial(Repeats, False), ROWS, 2),
-    "runs a backward of its own": Case(partial(Repeats, True), ROWS, 0),
+    "runs a nested backward": Case(partial(Repeats, True), ROWS, 0),
 }
 FORMATS = {
     "contiguous": (torch.contiguous_format, None),

@@ -1,4 +1,4 @@
-"""What is known of torch's layers holds: a layer that is wrongly known would give other bits, without a word."""
+"""What is known of torch's layers holds: a layer that is wrongly known would silently give other bits."""
 
 import itertools
 

@@ -17,7 +17,7 @@ from gpipe_cli.errors import InputError
 
 
 class Codebook(nn.Module):
-    """Moves its nearest vectors towards its inputs, and replaces the tensor that holds them."""
+    """Moves its nearest vectors towards its inputs, and replaces the tensor that has them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ def train(
 
 
 def in_one_process(world: World, case: Case) -> None:
-    """With a device for each stage, or for several that take turns."""
+    """With a device for each stage, or for several stages."""
     places = [torch.device("cpu", device) for device in case.rank_of_stage]
     boundaries = boundaries_of(case)
     moves = LocalTransport(places, Boundaries(boundaries, boundaries))
@@ -123,14 +123,14 @@ def boundaries_of(case: Case) -> list[Boundary]:
 
 
 def in_threads(work: Callable[[int], None], number: int) -> None:
-    """Do `work` in so many threads, each with its index. Raises what one of them raises."""
+    """Do `work` in that many threads, each with its index. Raises what one of them raises."""
     with ThreadPoolExecutor(number) as pool:
         for done in [pool.submit(work, index) for index in range(number)]:
             done.result()
 
 
 def in_processes(world: World, case: Case, of_stage: tuple[int, ...] = ()) -> None:
-    """Each process is a thread with a device of its own; `of_stage`: the process of each stage, if not the case's."""
+    """Each process is a thread with its device; `of_stage`: the process of each stage, if not the case's."""
     of_stage, boundaries = of_stage or case.rank_of_stage, boundaries_of(case)
     places = [torch.device("cpu", process) for process in of_stage]
     forward = [(Kind.F, route.sender, route.receiver) for route in routes(boundaries)]
@@ -153,7 +153,7 @@ def in_processes(world: World, case: Case, of_stage: tuple[int, ...] = ()) -> No
 
 
 def in_replicas(world: World, case: Case, size: int) -> None:
-    """Each replica is a thread with a device of its own. The last one has no samples in the second step."""
+    """Each replica is a thread with its device. The last one has no samples in the second step."""
     calls: dict[int, dict[int, Any]] = {}
 
     def pipeline(rank: int) -> None:
@@ -353,7 +353,7 @@ BEGIN_STEP, SEND, FINISH, BEGIN = (
 )
 TAKE, SYNCHRONIZE, BEGIN_CLOCK = Snapshot.copy_to_host, Event.synchronize, StreamClock.begin_step
 
-# The fault: whose method is replaced, by what; what runs; and which race is to be found, as there may be others, too.
+# The fault: whose method is replaced, by what; what runs; and which race is to be found, as there may be others.
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a receive between devices does not wait for the copy":
         (LocalTransport, "receive_from", without_wait, "local", r"compute .* reads .* that aten::_to_copy has written"),
@@ -375,7 +375,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
         (Replicas, "finish", sums_early, "sums", r"compute .* writes .* that sum has written on replicas"),
     "a stream does not wait for sums":
         (Work, "wait", waits_on_host_only, "sums", r"compute .* reads .* that sum has written on replicas"),
-    "a receive does not wait for the neighbour that its buffer is handed on to":
+    "a receive does not wait for the neighbour to which its buffer is sent":
         (prefetched_receives, "_readers_of", reaches_no_neighbour, "neighbours", r" reads .* that receive has written"),
     "the host reads marks that have not come":
         (Event, "synchronize", nothing, "recorded", r"^the host reads the time of an event"),
@@ -384,7 +384,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a buffer is dropped before its sums have come":
         (Replicas, "_launch_ready_sums", drops_what_it_receives, "sums", r"of compute .* is freed while sum uses it"),
     "a thread writes a checkpoint that has not arrived":
-        (Snapshot, "take", arrives_at_once, "copied", r"^the host .* reads .* that aten::copy_ has written"),
+        (Snapshot, "copy_to_host", arrives_at_once, "copied", r"^the host .* reads .* that aten::copy_ has written"),
     "a checkpoint is overwritten while it is written":
         (None, "", None, "overwritten", r"^aten::copy_ .* writes .* that the host has read on thread"),
     "the host reads what has not arrived":

@@ -1,4 +1,4 @@
-"""What real stages hold, and that it was known before."""
+"""The bytes that real stages save, and that plans know them."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -63,7 +63,7 @@ def test_stages_hold_what_was_predicted_in_every_order() -> None:
 
 @pytest.mark.parametrize("name", ["amoebanet", "flattening", "translation"])
 def test_every_cut_holds_what_was_predicted(name: str) -> None:
-    """Of tensors that are passed on, handed over twice, or saved by several layers."""
+    """Of tensors that are passed on, returned twice, or saved by several layers."""
     sample = SAMPLES[name]
     costs = sample.costs()
     order = build("gpipe", 3, 2, "never")

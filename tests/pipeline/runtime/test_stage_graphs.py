@@ -1,4 +1,4 @@
-"""What would make replayed stages wrong is found: by the proof before their first use, at the next step, or here."""
+"""What would make replays wrong is found: when they are verified before their first use, at the next step, or here."""
 
 import copy
 import random
@@ -15,8 +15,10 @@ from training_runs import assert_same_tensors
 
 from gpipe_cli import Pipeline
 from gpipe_cli.pipeline.runtime import boundary, stage, stage_graphs
+from gpipe_cli.pipeline.runtime.capture_guards import Guards
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.static_memory import StaticMemory
 from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.training import pipeline_part
 
@@ -90,7 +92,7 @@ class Guessing(nn.Module):
 
 
 class Reading(nn.Module):
-    """Reads a value of its input in a way that the recorder does not see."""
+    """Reads a value of its input in a way that the capturer does not see."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.is_meta else x * x.detach().view(-1).tolist()[0]
@@ -114,7 +116,7 @@ def nothing(layers: nn.Sequential, step: int) -> None:
 def trained(
     change: Change = nothing, *more: nn.Module, graphs: bool, recompute: RecomputeMode = "always", steps: int = 5
 ) -> tuple[dict[str, torch.Tensor], list[str], int]:
-    """The weights and buffers after so many steps of a small pipeline; why stages were not replayed; and how often.
+    """The weights and buffers after `steps` steps of a small pipeline; why stages were not replayed; and how often.
     Never recomputed, its first stage has two micro-batches in flight."""
     torch.manual_seed(0)
     layers = nn.Sequential(
@@ -213,12 +215,12 @@ def _one_pool(patch: pytest.MonkeyPatch) -> Change:
 
 
 def _frozen_number(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs._Guards, "changed", lambda frozen: "")
+    patch.setattr(Guards, "changed", lambda guards: "")
     return scales
 
 
 def _moved_weights(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs._Guards, "changed", lambda frozen: "")
+    patch.setattr(Guards, "changed", lambda guards: "")
     return moves_weights
 
 
@@ -233,12 +235,12 @@ def _no_copy(patch: pytest.MonkeyPatch) -> Change:
 
 
 def _gradients_elsewhere(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage_graphs.StageCudaGraphs, "_use_static_grads", lambda graphs, parameters: None)
+    patch.setattr(StaticMemory, "use_gradients", lambda memory, parameters: None)
     return nothing
 
 
 def _moments_of_recomputations(patch: pytest.MonkeyPatch) -> Change:
-    """A recomputation adds its moments as those of one more application."""
+    """A recomputation adds its moments as if the norm were applied once more."""
     recompute = Stage.recompute
 
     def recompute_and_track(own: Stage, micro_batch: int) -> None:
@@ -254,7 +256,7 @@ def _moments_of_recomputations(patch: pytest.MonkeyPatch) -> Change:
 
 
 FAULTS = {
-    "one pool for two slots": _one_pool,
+    "one pool for two micro-batches": _one_pool,
     "a number is frozen": _frozen_number,
     "weights are read where they were": _moved_weights,
     "a seed is not set": _no_seed,
@@ -266,14 +268,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
-    recompute: RecomputeMode = "never" if fault == "one pool for two slots" else "always"
+    recompute: RecomputeMode = "never" if fault == "one pool for two micro-batches" else "always"
     with pytest.MonkeyPatch.context() as patch:
         change = FAULTS[fault](patch)
         found, causes, _ = trained(change, graphs=True, recompute=recompute)
     expected, _, _ = trained(change, graphs=False, recompute=recompute)
-    told = [name for name, value in expected.items() if not torch.equal(found[name], value)]
-    assert causes or told
-    print(f"{fault}: {causes[0] if causes else f'other bits in {len(told)} of {len(expected)} tensors'}")
+    differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert causes or differing
+    print(f"{fault}: {causes[0] if causes else f'other bits in {len(differing)} of {len(expected)} tensors'}")
 
 
 def two_steps(layers: nn.Sequential, loss: Callable[[Any, torch.Tensor], torch.Tensor], *, graphs: bool) -> Any:
@@ -337,8 +339,9 @@ def test_a_step_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 def steps_of(
     samples: Sequence[int], *, graphs: bool, keeps_graph: Sequence[int] = ()
 ) -> tuple[list[list[torch.Tensor]], list[int], tape.TapeMaker, Pipeline]:
-    """The gradients of each step, of so many samples, how often graphs were replayed in it, what recorded them, and the
-    pipeline. Before the steps `keeps_graph` the program computes a penalty on all weights, and keeps its graph."""
+    """The gradients of each step, of `samples[step]` samples, how often graphs were replayed in it, what captured them,
+    and the pipeline. Before the steps `keeps_graph` the program computes a penalty on all weights, and keeps its
+    graph."""
     torch.manual_seed(0)
     maker = tape.TapeMaker()
     layers = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -363,12 +366,12 @@ def steps_of(
 @pytest.mark.parametrize(
     ("samples", "keeps_graph", "replays_begin", "failures"),
     [
-        ([12, 14, 12, 14], (), 2, 0),  # micro-batches of 4 run kernel by kernel before the first of 3 could be recorded
+        ([12, 14, 12, 14], (), 2, 0),  # micro-batches of 4 run kernel by kernel before the first of 3 could be captured
         ([12] * 12, range(1, 5), 8, 6),
         ([12] * 40, range(40), 40, 12),
     ],
 )
-def test_a_recording_that_fails_is_tried_again(
+def test_a_capture_that_fails_is_tried_again(
     samples: Sequence[int], keeps_graph: Sequence[int], replays_begin: int, failures: int
 ) -> None:
     """The stage once ran kernel by kernel for good. What fails again and again is tried in steps 1, 2, 4, 8, ..."""
@@ -385,9 +388,9 @@ def test_a_recording_that_fails_is_tried_again(
 
 
 @pytest.mark.parametrize("samples", [(8, 8, 8), (8, 6, 6), (8, 8, 10, 10)])
-def test_recording_needs_no_second_set_of_gradients(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """There were three once. Recorded for the second step, before any gradient; after those of layers that have run;
-    and, for micro-batches of three samples in the last step, after those of graphs."""
+def test_a_capture_needs_no_second_set_of_gradients(samples: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There were three once. Captured for the second step, before any gradient; after gradients of layers that have
+    run; and, for micro-batches of three samples in the last step, after gradients of graphs."""
     peaks = list[int]()
     for graphs in (False, True):
         maker = tape.TapeMaker()
@@ -407,9 +410,9 @@ def test_recording_needs_no_second_set_of_gradients(samples: Sequence[int], monk
     assert peaks[1] < peaks[0] + 64 * boundary._HASHED, "two words of 8 bytes, and three temporary results"
 
 
-def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one graph, the first micro-batch has none for its backward; with room for five, the third. These
-    run kernel by kernel, the others go on with graphs. When there is more room, all have graphs."""
+def test_a_capture_without_memory_frees_what_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory for one graph, the first micro-batch has none for its backward; with memory for five, the third.
+    These run kernel by kernel, the others still with graphs. When there is more memory, all have graphs."""
     found: list[tuple[list[int], list[int], list[str]]] = []
     for room, micro_batches in ((100, 2), (1, 4), (5, 4)):
         maker = tape.Full(room)
@@ -440,8 +443,8 @@ def test_a_recording_without_memory_frees_what_it_made(monkeypatch: pytest.Monke
     assert third[1] == two[1]
 
 
-def test_what_is_read_of_a_single_sample_shows_in_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was once recorded with the values of the proof: there is no other sample to take others from."""
+def test_what_is_read_of_a_single_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was once captured with the values for verification: there is no other sample to take others from."""
     monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: tape.TapeMaker())
     pipeline = Pipeline(nn.Sequential(nn.Linear(3, 3), Reading()), partitions=2, balance=[1, 1], micro_batches=2)
     for _ in range(2):
@@ -479,7 +482,7 @@ Enclosed, assign_enclosed = _closed_over()
 
 
 class Configured(nn.Module):
-    """Reads numbers that are no attributes of its own."""
+    """Reads numbers that are not its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,7 +520,8 @@ SETTERS = {
 
 @pytest.mark.parametrize("name", SETTERS)
 def test_what_layers_read_elsewhere_may_change(name: str) -> None:
-    """Once in a training, so that the stage is recorded anew, or in each of many steps. Graphs kept the first value."""
+    """Once in a training, so that the stage is captured again, or in each of many steps. Graphs kept the first
+    value."""
 
     def once(layers: nn.Sequential, step: int) -> None:
         SETTERS[name](next(one for one in layers.modules() if isinstance(one, Configured)), 0.5 if step > 2 else 1.0)

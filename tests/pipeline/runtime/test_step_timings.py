@@ -1,4 +1,4 @@
-"""Recorded steps: every action once, in order, and the waiting told from the transfer."""
+"""Timed steps: every action once, in order, with waiting and transfer apart."""
 
 import itertools
 import os
@@ -49,7 +49,7 @@ def test_a_step_records_every_action_of_its_stages() -> None:
 
 
 def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer() -> None:
-    """Stage 0 computes F0 from 0 to 10 and hands on until 11; stage 1 waits from 0 and has it at 13."""
+    """Stage 0 computes F0 from 0 to 10 and sends until 11; stage 1 waits from 0 and has it at 13."""
     plan = build("gpipe", 2, 1, "never")
     f0, b0, f1, b1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in (Kind.F, Kind.B))
     stage0 = [0.0, 0, 10, 11, 11, 32, 40, 40, 40, 40, 40, 42]
@@ -71,7 +71,7 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
     assert timeline_of_marks(plan, [stage0, stage1], began_seconds=5.0).events[1][0] == Event(
         EventKind.WAITING, 5, 10, f1
     )
-    # it was handed on before stage 1 was free: all is transfer; later than it was there, by clocks that differ: nothing
+    # it was sent before stage 1 was free: all is transfer; later than it was there, by clocks that differ: nothing
     for began, kind in ((12.0, EventKind.TRANSFER), (-99.0, EventKind.WAITING)):
         free = [*stage1]
         free[0] = began
