@@ -129,7 +129,7 @@ def update_weights(engine: Engine, pending: PendingMetrics, rate: float) -> None
     if largest:
         norms = pending.norms
         if control.size > 1:
-            with control.blocked_on(BlockedOn.PROCESS):  # see `gather_metrics`
+            with control.blocked_on(BlockedOn.PROCESS):  # see `_pack`
                 padded = pending.read_norms()
             gathered = control.gather(padded)()[: engine.spec.layout.processes_per_pipeline]
             norms = _drop_padding(gathered).to(norms.device)
@@ -156,7 +156,7 @@ def evaluate(engine: Engine, test: SplitReader) -> Totals:
         _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
             launched.append(objective.totals_async())
-    with engine.control.blocked_on(BlockedOn.PROCESS):  # see `gather_metrics`
+    with engine.control.blocked_on(BlockedOn.PROCESS):  # see `_pack`
         for totals in launched:
             total += totals()
     return _sum(engine.control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
@@ -226,47 +226,48 @@ def _run(
 
 
 def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], StepMetrics]:
-    """Begin to gather the metrics of a step from all processes; the function returned waits for them. Recordings are
-    converted to the clock of process 0."""
+    """Begin to gather the metrics of a step from all processes; the function returned waits for them."""
+    gathered, schedule = engine.control.gather(_pack(engine, pending)), pending.timings.schedule
+    return cache(lambda: _merge(engine, schedule, [_unpack(engine.spec, vector) for vector in gathered()]))
+
+
+def _pack(engine: Engine, pending: PendingMetrics) -> torch.Tensor:
+    """The metrics that this process knows, as the vector above; recordings on the clock of process 0."""
     spec, control = engine.spec, engine.control
-    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.max_parameter_tensors
-    max_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.processes_per_pipeline))
-
-    def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sums, stages, norms, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
-        return sums, stages.view(spec.partitions, -1), norms, recorded
-
-    vector = torch.zeros(sum(sizes) + max_stages * max_marks(engine.config.micro_batches), dtype=torch.float64)
-    to_sums, to_stages, to_norms, to_recording = parts(vector)
+    stages = torch.zeros(spec.partitions, len(fields(StageMetrics)), dtype=torch.float64)
     for k, stage_metrics in pending.stages.items():
-        to_stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
+        stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
     with control.blocked_on(BlockedOn.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
-        if pending.totals is not None:
-            to_sums.copy_(torch.tensor(astuple(pending.totals()), dtype=torch.float64))
-        to_norms.copy_(pending.read_norms())
+        totals = NO_TOTALS if pending.totals is None else pending.totals()
+        norms = pending.read_norms()
         seconds = [value for _, values in sorted(pending.timings.seconds().items()) for value in values]
+    max_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.processes_per_pipeline))
+    recording = torch.zeros(max_stages * max_marks(engine.config.micro_batches), dtype=torch.float64)
     if spec.layout.replica_of(control.rank) == 0:  # the timeline shows replica 0 only
-        to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
-    gathered = control.gather(vector)
-    schedule = pending.timings.schedule
+        recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
+    return torch.cat([torch.tensor(astuple(totals), dtype=torch.float64), stages.flatten(), norms, recording])
 
-    @cache
-    def metrics() -> StepMetrics:
-        all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
-        recorded: list[list[float]] = [[]] * spec.partitions
-        for process in range(spec.layout.processes_per_pipeline):
-            of_process = iter(recordings[process].tolist())
-            for stage in spec.layout.stages_of(process):
-                recorded[stage] = list(
-                    islice(of_process, MARKS_PER_ACTION * len(schedule.stages[stage]) + MARKS_PER_STAGE)
-                )
-        _check_gradients_agree(engine, all_norms)
-        largest = torch.stack(all_stages).amax(dim=0).tolist()  # over processes, and so over replicas
-        norm = float(global_norm(_drop_padding(all_norms[: spec.layout.processes_per_pipeline])))
-        stages = tuple(StageMetrics(*values) for values in largest)
-        return StepMetrics(_sum(all_sums), norm, stages, recorded)
 
-    return metrics
+def _unpack(spec: PipelineSpec, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The four parts of a process's vector: sums, stages, norms, recording."""
+    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.max_parameter_tensors
+    sums, stages, norms, recording = vector.split([*sizes, len(vector) - sum(sizes)])
+    return sums, stages.view(spec.partitions, -1), norms, recording
+
+
+def _merge(engine: Engine, schedule: Schedule, vectors: Sequence[tuple[torch.Tensor, ...]]) -> StepMetrics:
+    """The metrics of the step, from the parts of the vectors of all processes."""
+    layout = engine.spec.layout
+    sums, stages, norms, recordings = zip(*vectors, strict=True)
+    _check_gradients_agree(engine, norms)
+    seconds: list[list[float]] = [[]] * len(layout.devices)
+    for process in range(layout.processes_per_pipeline):
+        recording = iter(recordings[process].tolist())
+        for k in layout.stages_of(process):
+            seconds[k] = list(islice(recording, MARKS_PER_ACTION * len(schedule.stages[k]) + MARKS_PER_STAGE))
+    norm = float(global_norm(_drop_padding(norms[: layout.processes_per_pipeline])))
+    largest = torch.stack(stages).amax(dim=0).tolist()  # over processes, and so over replicas
+    return StepMetrics(_sum(sums), norm, tuple(StageMetrics(*values) for values in largest), seconds)
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> Totals:
