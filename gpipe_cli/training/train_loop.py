@@ -150,8 +150,7 @@ class Training:
                 reason = max(reason, self.engine.control.any_stop_asked())
             stops = (reason and not ends) or reason >= Stop.UNREADABLE
             saves = best or saves or (stops and not self.milestones.only_steps)
-            # a checkpoint is written in the background of the next steps
-            self.progress = self.checkpoints.after_step(self.progress, save=saves)
+            self._checkpoint(best=best, save=saves)
             if ends or stops:
                 break
         self._finish()
@@ -233,6 +232,18 @@ class Training:
             examples = tuple(translate(engine, PREVIEW_DECODING, reader))
         scores = to_scores(config, totals, averaged=averaged)
         return score_of(totals, text=config.text), events.Evaluated(step, epoch, scores, split, False, examples)
+
+    def _checkpoint(self, *, best: bool, save: bool) -> None:
+        """Begin a checkpoint if `save`, once the previous one is complete; it is written during the next steps. A step
+        stays the best only if its checkpoint could be written: else the best is again that of the last complete one."""
+        self.checkpoints.poll()
+        if save:
+            self.checkpoints.wait_until_idle(self.progress.step)
+        if self.checkpoints.state == "idle" and not best:
+            last = self.checkpoints.last
+            self.progress = replace(self.progress, best_score=last.best_score, best_step=last.best_step, best=last.best)
+        if save:
+            self.checkpoints.start(self.progress)
 
     def _finish(self) -> None:
         """Complete the last checkpoint, score the test set if it has not chosen the best weights, and wait for all
