@@ -57,11 +57,11 @@ def train(
 
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
-    Raises InputError for errors that the user can fix, ActionFailedError and PeerLostError as the executor does,
+    Raises InputError for errors that the user can fix, ActionFailedError and PeerLostError from the executor,
     CheckpointError, DivergedError and UnreadableError.
     """
     # The order matters: data loaders must be forked while this process has no threads, connections or CUDA context (1);
-    # a process without data gets the lengths of samples from another, which has it (2); weights take memory, and are
+    # a process without data gets the lengths of samples from a process that has it (2); weights take memory, and are
     # created once the data is known to be good (3); nothing is written into the run folder before all checks have
     # passed (4).
 
@@ -122,11 +122,10 @@ class Training:
 
     def __post_init__(self) -> None:
         self._first_step = self.progress.step
-        self._activations_counted = False  # whether activations were counted
+        self._activations_counted = False
         self._pending_step: _PendingStep | None = None  # the step that is launched but not reported yet
-        self._first_stage_free_at = (
-            self._step_end_at
-        ) = -math.inf  # end of the last reported step: on stage 0, on all stages
+        self._first_stage_free_at = -math.inf  # end of the last reported step on stage 0
+        self._step_end_at = -math.inf  # and on all stages
 
     def run(self) -> None:
         """Run all steps, with the evaluations and checkpoints that are due after them."""
@@ -169,7 +168,7 @@ class Training:
         counts = full and not self._activations_counted and step > self._first_step
         self._activations_counted = self._activations_counted or counts
         mini_batch = MiniBatch(self.readers.training, epoch, position)
-        # the parent may hear of the first step only
+        # if the run is short, the first step is the only one that is reported
         bytes_at_start = self.bytes_at_start if counts or step == self._first_step else None
         pending = compute_gradients(engine, mini_batch, step, bytes_at_start, counts=counts)
         report_step_before = self._gather_pending()
@@ -196,23 +195,21 @@ class Training:
         self.progress = replace(self.progress, epoch_totals=before + metrics.totals)
         # a GPU begins a step when the previous step has ended, however early it was launched
         began, begins = max(step.began, self._first_stage_free_at), max(step.began, self._step_end_at)
-        self._first_stage_free_at, self._step_end_at = (
-            metrics.seconds[0][-1],
-            max(seconds[-1] for seconds in metrics.seconds),
-        )
+        self._first_stage_free_at = metrics.seconds[0][-1]
+        self._step_end_at = max(seconds[-1] for seconds in metrics.seconds)
         batches, of_epoch = self.readers.training.batches, self.progress.epoch_totals
         self.process.report(_step_message(config, batches, step, metrics, of_epoch, self._step_end_at - begins))
         self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation set, or if there is none on the test set; returns whether the score is the best so
-        far, not if a sample could not be read."""
+        far; False if a sample could not be read."""
         progress = self.progress
         step, epoch = progress.step, progress.epoch + 1
         score, evaluated = self._evaluate_split(
             "test" if self.readers.validation is None else "validation", step, epoch
         )
-        if self.engine.control.any_stop_asked() == Stop.SIGPIPE_EXIT:
+        if self.engine.control.any_stop_asked() == Stop.EVALUATION_UNREADABLE:
             return False
         best = is_best(score, progress)
         tested = events.EvalRecord(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
@@ -246,11 +243,11 @@ class Training:
             self.checkpoints.start(self.progress)
 
     def _finish(self) -> None:
-        """Complete the last checkpoint, score the test set if it has not chosen the best weights, and wait for all
-        processes before this process disconnects."""
+        """Complete the last checkpoint, score the test set if the validation set has chosen the best weights, and wait
+        for all processes before this process disconnects."""
         ended = self.progress.step >= self.milestones.end_step
         self.checkpoints.close(self.progress.step)
-        self.readers.training.check_read(self.engine.control)  # its loader is that of the others, too
+        self.readers.training.check_read(self.engine.control)  # all splits share its loader
         if ended and self.readers.validation is not None and not self.milestones.only_steps:
             self._score_best()
         if not ended:
@@ -259,7 +256,7 @@ class Training:
         self.engine.finish()
 
     def _score_best(self) -> None:
-        """Evaluate the weights that the validation set has chosen on the test set. Raises CorruptCheckpointError if
+        """On the test set, evaluate the weights that the validation set has chosen. Raises CorruptCheckpointError if
         their checkpoint cannot be read."""
         step = self.progress.best_step or self.progress.step
         if step != self.progress.step:
@@ -310,8 +307,8 @@ class _PendingStep:
     pending: PendingMetrics
     progress: Progress
     rate: float
-    began: float  # when its launch began, in seconds of the clock of the recordings
-    activations_counted: bool  # whether saved activations were counted in it
+    began: float  # when its launch began, in seconds on the clock of its timings
+    activations_counted: bool
 
 
 def _step_message(
@@ -322,7 +319,7 @@ def _step_message(
     of_epoch: Totals,
     seconds: float,
 ) -> events.StepDone:
-    """The message that reports a step; `of_epoch`: over the mini-batches of its epoch up to this."""
+    """The message that reports a step; `of_epoch`: totals of its epoch up to this mini-batch."""
     text = config.text
     loss, cross_entropy, top1, top5 = metrics.totals.means
     _, epoch_cross_entropy, epoch_top1, _ = of_epoch.means
@@ -410,8 +407,8 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
 
 
 def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -> events.GraphsCaptured:
-    """Record each stage's graphs for the first micro-batch of the next mini-batch, where they give the bits of the
-    layers; gradients and buffers are then as before. Raises InputError if a stage has none, and graphs=true."""
+    """Capture each stage's CUDA graphs for the first micro-batch of the next mini-batch, if they give the layers' bits;
+    leaves gradients and buffers as they were. Raises InputError if a stage has none, and graphs=true."""
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
     spec = engine.spec
@@ -420,10 +417,10 @@ def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -
     with ExitStack() as stack:
         stack.enter_context(restoring_rng_state({stage.device for stage in engine.stages.values()}))
         for k, stage_graphs in graphs.items():
-            # attributes stay: graphs may read tensors that a layer has made in its first call
+            # attributes stay: graphs may read tensors that a layer has created in its first call
             stack.enter_context(restoring_state(engine.stages[k].module)).clear()
             stage_graphs.capture_eagerly = True
-        for fraction in (0.0, 1.0):  # graphs must not depend on the share of the training that is done
+        for fraction in (0.0, 1.0):  # graphs must not depend on the progress of the training
             engine.set_progress(fraction)
             run_one_micro_batch(engine, MiniBatch(training, epoch, position), schedule)
     for stage_graphs in graphs.values():
@@ -438,7 +435,7 @@ def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -
 
 
 def _check_layers(engine: Engine, training: SplitReader, progress: Progress) -> tuple[str, str]:
-    """Probe every layer on the first micro-batch of the next mini-batch; returns a line of the banner (label, fact).
+    """Run every layer twice on the first micro-batch of the next mini-batch; returns the banner's (label, fact).
 
     Raises InputError for a layer whose results or state would depend on whether it is recomputed.
     """

@@ -138,7 +138,7 @@ def test_the_temporary_folder_stays_until_multiprocessing_has_removed_its_own_fo
     program = """
 import multiprocessing.util, tempfile
 from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.readers import Files
+from gpipe_cli.data.readers import ImageFiles
 from gpipe_cli.launch.fork_server import temporary_folder
 tempfile.tempdir = str(temporary_folder())
 print(multiprocessing.util.get_temp_dir())

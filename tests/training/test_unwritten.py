@@ -109,7 +109,7 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys:
     settings = [*RUN, "epochs=10000", "checkpoint.every_steps=1"]
     assert command_struck(take_away, "train", *settings, f"run_folder={run}") == 1
     said = capsys.readouterr().err.splitlines()
-    gone = "the run folder was deleted or moved; begin .* resume=FOLDER, to go on"
+    gone = "the run folder was deleted or moved; begin .* by resume=FOLDER"
     # with a prefix where this process was still writing its first files
     assert re.fullmatch(rf"(gpipe train: )?{run}: {gone}", said[-1])
     assert "Traceback" not in "".join(said)

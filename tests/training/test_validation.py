@@ -97,12 +97,12 @@ def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, capsys: pytest.
     gone.rename(tmp_path / "gone")
     capsys.readouterr()
     assert command("evaluate", f"run={run}", NAMED) == 0
-    assert f"{gone}: the best checkpoint is not there any more; step_{progress.step:08d} is taken" in (
+    assert f"{gone}: the best checkpoint no longer exists; step_{progress.step:08d} is taken" in (
         capsys.readouterr().err
     )
     resumed = [f"resume={run}", NAMED, "executor=in_process", "epochs=5", f"run_folder={tmp_path / 'resumed'}"]
     assert command("train", *resumed) == 0, "its test set was to be scored with weights that are gone"
-    assert f"{gone}: the best checkpoint is not there any more" in capsys.readouterr().err
+    assert f"{gone}: the best checkpoint no longer exists" in capsys.readouterr().err
     result = read_run_result(tmp_path / "resumed")
     assert result.validation is not None
     assert result.test is not None
@@ -122,4 +122,4 @@ def test_a_run_is_not_resumed_on_other_data(setting: str, tmp_path: Path, capsys
     (said,) = capsys.readouterr().err.splitlines()
     key = setting.partition("=")[0]
     assert f"{key}=" in said
-    assert "leave the setting out" in said
+    assert "remove the setting" in said

@@ -41,8 +41,8 @@ class Snapshot:
 
     @torch.no_grad()
     def copy_to_host(self, tensors: State) -> tuple[State, Callable[[], None]]:
-        """Contiguous copies, and a function that waits until they have arrived from the GPUs. The tensors may change at
-        once, as a GPU copies before its next computation. The copies of the previous call are overwritten.
+        """Contiguous copies, and a function that waits until they have arrived from the GPUs. The tensors may change
+        immediately, as a GPU copies before its next computation. The copies of the previous call are overwritten.
 
         Copies from a GPU are page-locked, or the host would wait for the GPU.
         """
@@ -82,9 +82,9 @@ def _allocate_host_copies(tensors: State) -> State:
 def pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """The sizes of blocks that hold pieces of these `sizes` in bytes, and the block and the offset of each piece.
 
-    torch rounds page-locked memory up to a power of two: if each piece had its own memory, up to half of it would be
-    unused. So blocks are powers of two: each as large as what is left, rounded down, and filled with the largest
-    pieces first.
+    torch rounds page-locked memory up to a power of two: with an allocation per piece, up to half of it would be
+    unused. So blocks are powers of two: each as large as what remains, rounded down, and filled with the largest pieces
+    first.
     """
     left = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
     blocks, used = list[int](), list[int]()
@@ -92,7 +92,7 @@ def pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, i
     total = sum(left)
     for piece in sorted(range(len(sizes)), key=lambda piece: -left[piece]):
         size = left[piece]
-        block = next((at for at, fill_template in enumerate(used) if fill_template + size <= blocks[at]), len(blocks))
+        block = next((at for at, filled in enumerate(used) if filled + size <= blocks[at]), len(blocks))
         if block == len(blocks):
             whole = 1 << max((size - 1).bit_length(), total.bit_length() - 1) if size else 0
             blocks.append(whole)
@@ -177,7 +177,7 @@ class CheckpointWriter:
             parameters = (name for name, _ in self.engine.model.named_parameters() if name not in elsewhere)
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
             index = files.Index(progress, layers, tuple(written), stateless, self.classes)
-            # a run that is killed at any moment, and resumed from here, will not report these steps again
+            # a run killed at any moment and resumed from here will not report these steps again
             self.process.report(events.CheckpointReady(progress.step))
             self.process.flush_messages()
             files.finish_checkpoint(staging, index, config=self.config_yaml, keep=self.keep)
