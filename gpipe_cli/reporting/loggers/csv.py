@@ -32,10 +32,10 @@ class Logger(RunLogger):
         self._tags: list[str] = []  # the columns after `step`
         self._columns = 0  # number of these tags that are columns of the file
         self._size = 0  # size of the file in bytes
-        self._last = run.first_step  # the last step of the file
+        self._last = run.ready.first_step  # the last step of the file
         with errors_name_path(self._path):
             if self._path.exists():
-                if run.first_step:
+                if run.ready.first_step:
                     self._read_tags()
                 self._rewrite()
 

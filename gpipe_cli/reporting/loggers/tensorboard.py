@@ -46,7 +46,7 @@ class Logger:
         from torch.utils.tensorboard import summary  # this imports torch
 
         self._folder, self._run, self._summary = folder, run, summary
-        self._file = EventFile(folder, run.first_step + 1)
+        self._file = EventFile(folder, run.ready.first_step + 1)
 
     def settings(self, values: Mapping[str, Value]) -> None:
         """Writes the settings for HParams at once, so that a killed run has them, and the charts of Custom Scalars."""

@@ -59,11 +59,11 @@ class RunConsole:
         self._bar = progress_bar(self.console, by_steps if run.bench else "epoch {task.fields[epoch]}")
         if self._bar is None:
             return
-        assert run.steps_per_epoch is not None
-        epoch = min(run.first_step // run.steps_per_epoch + 1, run.config.epochs)
+        assert run.ready.steps_per_epoch is not None
+        epoch = min(run.ready.first_step // run.ready.steps_per_epoch + 1, run.config.epochs)
         step_seconds = None if run.prediction is None else run.prediction.step_seconds
         self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}", each=step_seconds)
-        self._show_bar(run.first_step, "waiting", "for the first step", "(slow: it allocates memory)")
+        self._show_bar(run.ready.first_step, "waiting", "for the first step", "(slow: it allocates memory)")
         self._bar.start()
 
     def _show_bar(self, done: int, *state: str) -> bool:
@@ -87,12 +87,12 @@ class RunConsole:
         self._start_epoch(message.epoch)
         self._means = message.epoch_cross_entropy, message.epoch_top1
         self._speed, self._learning_rate = speed, message.learning_rate
-        self._line_waits = message.position == self._run.steps_per_epoch
+        self._line_waits = message.position == self._run.ready.steps_per_epoch
         mean_loss, accuracy = self._format_means()
         state = f"loss {mean_loss}", f"{self._labels.accuracy} {accuracy}", f"{rate(speed)} {self._labels.speed}"
         shown = self._show_bar(message.step, *state, f"lr {learning_rate(message.learning_rate)}")
         if not shown and not self._line_waits and self._line_is_due:
-            self._line(f" {100 * message.position // (self._run.steps_per_epoch or 1)}%")
+            self._line(f" {100 * message.position // (self._run.ready.steps_per_epoch or 1)}%")
 
     def _step_parts(self, message: StepDone, speed: float | None) -> None:
         state = f"{rate(speed)} {self._labels.speed}" if message.step > self._run.warm_up_steps else "warm-up"

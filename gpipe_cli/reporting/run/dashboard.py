@@ -69,7 +69,7 @@ class LoggerGroup:
         values = hyperparameters(self._run.config)
         self._for_each_logger(lambda logger: logger.settings(values))
         for name, text in (("config", config_yaml), ("banner", banner)):
-            self._text(name, self._run.first_step, text)
+            self._text(name, self._run.ready.first_step, text)
         self.flush()
 
     def end(self, result: RunResult) -> None:

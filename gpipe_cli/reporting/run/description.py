@@ -24,9 +24,10 @@ WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose al
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunContext(TrainingReady):
-    """All that is known of a run before its first step: what its workers say, and what was decided."""
+class RunContext:
+    """All that is known of a run before its first step."""
 
+    ready: TrainingReady  # with all notes of the banner
     config: TrainConfig
     plan: "Plan"
     spec: "PipelineSpec"
@@ -70,8 +71,8 @@ class RunContext(TrainingReady):
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, including those before it was resumed."""
-        assert self.steps_per_epoch is not None, "a dry run has no steps"
-        steps = self.config.epochs * self.steps_per_epoch
+        assert self.ready.steps_per_epoch is not None, "a dry run has no steps"
+        steps = self.config.epochs * self.ready.steps_per_epoch
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
 
 

@@ -26,7 +26,7 @@ class StepDrawer:
 
     def __init__(self, run: RunContext, show: Callable[[StepPicture], None]) -> None:
         self._run, self._show = run, show
-        self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to this number
+        self._warmed_up = run.ready.first_step + run.warm_up_steps  # the median leaves out steps up to this number
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
         self._epoch_shown = False  # whether the median step of a whole epoch, or of the whole run, is chosen
         self._next_drawing = 0.0  # no picture is drawn before this time.monotonic()
@@ -40,7 +40,7 @@ class StepDrawer:
         whole = step.samples == (run.config.batch_size or step.samples)  # an epoch's last mini-batch may be short
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         counted = self._median.counted
-        ends = step.position == run.steps_per_epoch and counted > 0
+        ends = step.position == run.ready.steps_per_epoch and counted > 0
         # drawing takes a core for a second, so a measurement is drawn at its end
         if not run.bench and (ends or (counted == _FIRST_DRAWN_AFTER_STEPS and not self._next_drawing)):
             self._choose()
