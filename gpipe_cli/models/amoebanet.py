@@ -1,14 +1,14 @@
 """AmoebaNet-B and AmoebaNet-D (Sections 3 to 5 of the paper; Real et al. 2018) as a sequence of named layers.
 
 The paper trains D for its scaling tables and B for ImageNet, and writes AmoebaNet-D (L, D): L normal cells, D filters
-in the first stack. It does not describe the network any further; the layout here is that of the TPU reference
+in the first stack. It does not describe the network any further; the layout here is the TPU reference's
 (tensorflow/tpu, models/official/amoeba_net: model_builder.py, network_utils.py, and model_specs.py for the wiring of
 the cells). With it, B (18, 512) has the 557M parameters that the paper reports.
 
     stem  stem_reduction_0  stem_reduction_1  cell_00 ... reduction_0 ... reduction_1 ... classifier
 
 The reductions come before the normal cells L // 3 and 2 L // 3; each doubles the filters. Each cell passes on the
-tuple (current, previous): its own output and that of the cell before it. After the auxiliary head the tuple has a third
+tuple (current, previous): its output and the output of the cell before. After the auxiliary head the tuple has a third
 element, the head's logits.
 """
 

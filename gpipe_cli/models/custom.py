@@ -64,9 +64,7 @@ def _find(target: str) -> Any:
         raise InvalidSettingError(TARGET, target, f"{where}; run the command where it is, or install it") from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
         why = f"{module_name} cannot be imported ({describe_error(error)})"
-        raise InvalidSettingError(
-            TARGET, target, f"{why}; see the output of `python -c 'import {module_name}'`"
-        ) from error
+        raise InvalidSettingError(TARGET, target, f"{why}; try `python -c 'import {module_name}'`") from error
     function = getattr(module, name, None)
     if not callable(function):
         where = f"{module_name} ({module.__file__})"

@@ -86,9 +86,7 @@ class Weights:
             try:
                 files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"{index}: is not an index of files ({describe_error(error)}); fetch it again"
-                ) from error
+                raise InputError(f"{index}: not an index of files ({describe_error(error)}); fetch it again") from error
         else:
             with self._open(SINGLE) as tensors:
                 files = dict.fromkeys(tensors.keys(), SINGLE)

@@ -1,4 +1,4 @@
-"""Networks of timm by name, as chains: what the paper's fine-tuning (Section 4, Table 4) needs besides AmoebaNet.
+"""Networks of timm by name, as chains: for the paper's fine-tuning (Section 4, Table 4), in addition to AmoebaNet.
 
 timm's networks are trees whose forward is written by hand for each family. Here each family is a list of the model's
 modules in execution order, cut where a single tensor passes from a module to the next: the chain's results are the
@@ -126,9 +126,7 @@ def _load(model: Any, file: Path) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             why = f"these are not the weights of this model, the file {what} {names[0]}{more}"
-            raise InvalidSettingError(
-                "model.weights", file, f"{why}; give weights of the network that model.name names"
-            )
+            raise InvalidSettingError("model.weights", file, f"{why}; give weights of the network model.name")
     model.load_state_dict(tensors, strict=False)
 
 

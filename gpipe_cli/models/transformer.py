@@ -1,8 +1,8 @@
 """Both Transformers of the paper: language model (Tables 1 and 2) and translation (Section 5), and their parts.
 
-The paper calls its language model sequence-to-sequence, but the parameters that it prints are those of a stack of L
-layers, with separate matrices for embedding and softmax and with biases everywhere: 282.2M, 785.8M, 5.3B, 21.0B and
-83.9B for L = 3, 13, 103, 415 and 1663. Lingvo's language model for GPipe is built in the same way.
+The paper calls its language model sequence-to-sequence, but its numbers of parameters fit a stack of L layers, with
+separate matrices for embedding and softmax and with biases everywhere: 282.2M, 785.8M, 5.3B, 21.0B and 83.9B for
+L = 3, 13, 103, 415 and 1663. Lingvo's language model for GPipe is built in the same way.
 
     embedding  layer_000 ... layer_{L-1}  softmax
 

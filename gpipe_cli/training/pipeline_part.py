@@ -113,8 +113,8 @@ def build_part(
     groups: ProcessGroups | None,
     on_action: OnAction = ignore_action,
 ) -> PipelinePart:
-    """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those of
-    other processes, and of other replicas."""
+    """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those in
+    other processes and other replicas."""
     layout = spec.layout
     rank_in_pipeline = process % layout.processes_per_pipeline
     device = torch.device(layout.device_of(process))

@@ -98,7 +98,7 @@ def compute_gradients(
     """Run a mini-batch forward and backward through the pipeline; gradients are summed over replicas, and tied weights'
     also over their uses.
 
-    `counts`: count saved activations; `bytes_at_start`, this process's memory when it began: count that of libraries.
+    `counts`: count saved activations; `bytes_at_start`, this process's memory when it began: count libraries' memory.
     """
     for stage in engine.stages.values():
         stage.counter.on = counts

@@ -81,7 +81,7 @@ def train(
     check_last_mini_batch(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
-    # --- 3. Build this process's part of the pipeline, with initial weights or those of a checkpoint -------------
+    # --- 3. Build this process's part of the pipeline, with initial weights or a checkpoint's --------------------
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=source is None)
     resume_from = None if config.resume is None else source
     if resume_from is not None:
@@ -232,7 +232,7 @@ class Training:
 
     def _checkpoint(self, *, best: bool, save: bool) -> None:
         """Begin a checkpoint if `save`, once the previous one is complete; it is written during the next steps. A step
-        stays the best only if its checkpoint could be written: else the best is again that of the last complete one."""
+        stays the best only if its checkpoint could be written: otherwise the last complete checkpoint has the best."""
         self.checkpoints.poll()
         if save:
             self.checkpoints.wait_until_idle(self.progress.step)

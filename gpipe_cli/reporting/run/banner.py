@@ -83,7 +83,7 @@ def _banner(run: RunContext, folder: Path) -> Iterable[tuple[str, str]]:
 
 
 def _preset_settings(config: TrainConfig) -> Iterator[str]:
-    """The settings of the preset that hold in this run, as they would be typed."""
+    """The settings of the preset that this run uses, as they would be typed."""
     mine = dict(flatten(asdict(config)))
     for key, value in flatten(load_preset(f"{group_choice(config.model)}_{config.dataset.name}")):
         if key != "preset" and mine.get(key) == value:
@@ -91,7 +91,7 @@ def _preset_settings(config: TrainConfig) -> Iterator[str]:
 
 
 def _learning_rate_at(run: RunContext, step: int) -> str:
-    """The learning rate of step number `step`, counted from 0."""
+    """The learning rate of step `step`, counted from 0."""
     config, epoch_steps = run.config, run.ready.steps_per_epoch or 1
     total = config.epochs * epoch_steps
     return shown_rate(learning_rate(config.learning_rate, step, epoch_steps, config.batch_size, total_steps=total))
@@ -107,7 +107,7 @@ def _learning_rate(run: RunContext) -> str:
 
 
 def _unfinished_curves(run: RunContext, epoch_steps: int) -> Iterator[tuple[str, str]]:
-    """Lines about curves over the whole training of which this run has only the beginning."""
+    """Lines about curves over the whole training that this run does not finish."""
     config, end = run.config, run.total_steps
     if end < warm_up_steps(config.learning_rate, epoch_steps):
         by_steps = hasattr(config.learning_rate, "warmup_steps")
@@ -133,7 +133,7 @@ def _compilation_line(done: LayersCompiled) -> str:
 
 
 def _cuda_graph_lines(done: GraphsCaptured) -> Iterator[tuple[str, str]]:
-    """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not."""
+    """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not replayed."""
     stages = f"{done.stages} of {plural(done.stages + len(done.causes), 'stage')}"
     yield "graphs", f"{stages} replayed as graphs, recorded in {done.seconds:.1f} s; graphs=false launches each kernel"
     for cause in done.causes:

@@ -1,9 +1,9 @@
 """The progress of a run: a bar in a terminal and, for a training, one permanent line per epoch.
 
 Outside a terminal, there are no bar and no escape codes; long epochs print a line now and then. Training loss and
-accuracy are means over the elements of the epoch so far, also of its steps before a resume. The loss is the
+accuracy are means over the elements of the epoch so far, including its steps before a resume. The loss is the
 cross-entropy: the minimized loss includes label smoothing and the auxiliary head, and is not comparable with the test
-loss beside it.
+loss in the same line.
 """
 
 import time
@@ -101,7 +101,7 @@ class RunConsole:
             self._last_line = time.monotonic()
 
     def add_evaluation(self, message: Evaluated) -> None:
-        """Shows the line of the epoch, with the scores. Those of a test set that chooses nothing are in the summary."""
+        """Shows the line of the epoch, with the scores; a test set that chooses nothing is in the summary."""
         if message.split == "test" and self._run.config.dataset.validation is not None:
             return
         self._start_epoch(message.epoch)
@@ -171,8 +171,8 @@ class RunConsole:
 
 
 def progress_bar(console: Console, count_format: str) -> Progress | None:
-    """A transient bar, to which the caller adds a task; None outside a terminal. `count_format` is the format of the
-    text left of the bar; the task's field `state` has the phrases right of it, the most important first, and `each` the
+    """A transient bar, to which the caller adds a task; None outside a terminal. `count_format`: the format of the text
+    left of the bar. The task's field `state` has the phrases right of it, the most important first, and `each` the
     seconds of a step, if known."""
     if not console.is_terminal or console.is_dumb_terminal:
         return None
@@ -220,7 +220,7 @@ class _TimeLeft(ProgressColumn):
 
 
 class _State(ProgressColumn):
-    """As many phrases as fit beside the other columns, with room kept for the remaining time."""
+    """As many phrases as fit next to the other columns and the remaining time."""
 
     def __init__(self, console: Console, count_format: str) -> None:
         super().__init__(Column(no_wrap=True))

@@ -1,4 +1,4 @@
-"""Which steps of a run are drawn, and when: of each epoch the step of median duration, beside the prediction."""
+"""Which steps of a run are drawn, and when: of each epoch the step of median duration, with the prediction."""
 
 import time
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class StepDrawer:
             self.finish(completed=True)
 
     def finish(self, *, completed: bool) -> None:
-        """Draws what is left of a run that is completed, or of which nothing is drawn yet."""
+        """Draws the chosen step if the run is completed, or nothing of it is drawn yet."""
         if completed or self._next_drawing == 0:
             if not self._epoch_shown:
                 self._choose()
@@ -70,7 +70,7 @@ class StepDrawer:
         return timeline, breakdown(timeline, micro_batches, step.seconds), micro_batches
 
     def _choose(self) -> None:
-        """Chooses the median step so far to be drawn next, beside the prediction."""
+        """Chooses the median step so far to be drawn next, with the prediction."""
         if (chosen := self._median.nearest) is None:
             return
         step, recorded = chosen

@@ -1,4 +1,4 @@
-"""Reports what happens in a run to the console, the sinks and result.json, in the parent process.
+"""Reports the events of a run to the console, the loggers and result.json, in the parent process.
 
 ``step`` counts the optimizer steps done; epochs count from 1.
 """
@@ -63,7 +63,7 @@ SPEED_WINDOW_STEPS = 20  # a displayed speed is the median over this many steps
 
 class Reporter:
     """Reports a run into ``folder``, which is created if missing. Until the workers are ready, nothing is shown or
-    written; `describe` then says what is known of the run.
+    written; `describe` then gives the run's context.
 
     ``result.json`` is written at the start (status ``running``) and after every evaluation, so that a killed run leaves
     its results so far. Call ``finish`` last, and once.
@@ -91,7 +91,7 @@ class Reporter:
         self._drawer = StepDrawer(run, self.timeline)
         self._pictures: list[StepPicture] = []
         self._console = RunConsole(self._shown or Console(), run)
-        self._unwritten_before: set[tuple[str, int | None]] = set()  # optional outputs, and the numbers of their errors
+        self._unwritten_before: set[tuple[str, int | None]] = set()  # optional outputs, and the errno of their errors
         result = self._measured()
         write_run(folder, result)
         self._loggers = LoggerGroup(folder, run, result, self._warn_unwritten)
@@ -143,7 +143,7 @@ class Reporter:
         quantities = {
             "step_seconds": message.seconds,
             "samples_per_second": message.samples / message.seconds,
-            "without_core": max(message.without_core),  # the stage that was worst off
+            "without_core": max(message.without_core),  # of the stage that was most affected
         }
         if message.tokens is not None:
             quantities["tokens_per_second"] = message.tokens / message.seconds
@@ -167,7 +167,7 @@ class Reporter:
         self._loggers.add_breakdown(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
-        """Shows a step in place of an earlier step of its epoch, and sends the parts of the memory to the sinks."""
+        """Shows a step instead of an earlier step of its epoch, and sends the parts of the memory to the loggers."""
         from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
@@ -205,7 +205,7 @@ class Reporter:
 
     @contextmanager
     def _optional_output(self, output: str) -> Iterator[None]:
-        """Context for writing optional output: an OSError is shown as a warning, not raised."""
+        """For code that writes optional output: shows an OSError as a warning."""
         try:
             yield
         except OSError as error:
@@ -270,7 +270,7 @@ class Reporter:
             raise unwritten
 
     def _resume_hint(self) -> tuple[str, str | None]:
-        """Where the checkpoint to resume from is, in words; and the command that goes on, None if there is none."""
+        """Where the checkpoint to resume from is, in words; and the command that resumes it, None if there is none."""
         if not self._folder.is_dir():
             return RUN_FOLDER_MISSING, None
         # an interrupted run may have ended before the message of a checkpoint that is on disk
@@ -279,7 +279,7 @@ class Reporter:
             done = written == self._run.total_steps
             command = None if done else format_resume_command("train", self._folder, [target_of(self._run.config)])
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", command
-        if (source := self._run.config.resume) is not None:  # it may be complete, but for the command's settings
+        if (source := self._run.config.resume) is not None:  # it may be complete, except for the command's settings
             start = self._run.start
             return f"none of this run; the one in {source} remains", None if start is None else start.command
         return "none was written, so there is nothing to resume", None
@@ -293,7 +293,7 @@ class Reporter:
         console = self._console.console
         kind = result.samples_per_second_kind
         print_fields(console, compare_with_prediction(result))
-        if kind is not None and kind != "measured":  # the prediction is not of such a speed
+        if kind is not None and kind != "measured":  # the prediction is for stages that share nothing
             print_fields(console, [("", describe_speed_kind(kind, result.without_core))])
 
     @property
@@ -406,7 +406,7 @@ def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> st
 def _with_evaluations(
     result: RunResult, config: TrainConfig, last: EvalRecord | None, best: EvalRecord | None
 ) -> RunResult:
-    """`result` with the evaluations that a checkpoint holds, if any, in place of its own."""
+    """`result` with the evaluations of a checkpoint, if any, instead of its own."""
     last_test, best_test = (_to_evaluation(config.task, test) for test in (last, best))
     if config.dataset.validation is not None:
         return replace(result, validation=best_test or result.validation)

@@ -67,7 +67,7 @@ class Snapshot:
 
 
 def _allocate_host_copies(tensors: State) -> State:
-    """Contiguous host tensors like these, of undefined values; page-locked, in few blocks, for those of a GPU."""
+    """Contiguous host tensors like these, of undefined values; for a GPU's tensors page-locked, in few blocks."""
     on_gpu = {name: tensor for name, tensor in tensors.items() if is_accelerator(tensor.device)}
     on_host = {name: tensor for name, tensor in tensors.items() if name not in on_gpu}
     made = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in on_host.items()}
