@@ -39,7 +39,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_several_processes_make_it_once(tmp_path: Path) -> None:
-    """Each of them would make content of its own; all get the first one's."""
+    """Each of them would make different content; all get the first one's."""
 
     def make() -> bytes:
         time.sleep(0.1)

@@ -71,7 +71,7 @@ def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> No
 
 
 def test_a_mask_is_turned_as_its_image(tmp_path: Path) -> None:
-    """By tags of their own: without one, a mask was drawn on the turned image. 16 bits and a bit are classes, too."""
+    """By separate tags: without one, a mask was drawn on the turned image. Pixels may have 16 bits, or one."""
     root, tag = folder(tmp_path), Image.Exif()
     tag[0x0112] = 8  # turned to the left
     values = np.zeros((8, 12), dtype=np.uint8)

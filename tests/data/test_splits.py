@@ -1,4 +1,4 @@
-"""What is held out of a training set: a share of each class, of windows of text, or of the targets of pairs."""
+"""What is held out of a training set: a fraction of each class, of windows of text, or of the targets of pairs."""
 
 from collections import Counter
 from pathlib import Path

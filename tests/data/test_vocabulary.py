@@ -1,4 +1,4 @@
-"""The vocabulary: every text comes back, the same input gives the same ids, and SentencePiece's errors become ours."""
+"""The vocabulary: every text is restored, the same input gives the same ids, and SentencePiece's errors become ours."""
 
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,9 @@ def test_every_text_comes_back_and_nothing_is_unknown(vocabulary: SentencePieceT
         *(" ", "a\0b", ""),
     ]
     encoded = vocabulary.encode(texts)
-    assert all(UNKNOWN + 2 < number < vocabulary.size for ids in encoded for number in ids)  # not special, no symbol
+    assert all(
+        UNKNOWN + 2 < number < vocabulary.size for ids in encoded for number in ids
+    )  # neither special nor a symbol
     assert [vocabulary.decode(ids) for ids in encoded] == texts
 
 

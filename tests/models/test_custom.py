@@ -1,4 +1,4 @@
-"""A user's own function: found from the current directory, called with its arguments, refused in one line."""
+"""A user's function: found from the current directory, called with its arguments, refused in one line."""
 
 import sys
 from pathlib import Path

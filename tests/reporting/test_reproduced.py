@@ -1,4 +1,4 @@
-"""The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are those of the tables."""
+"""The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are the tables'."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -84,7 +84,7 @@ def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_qu
 
 
 def test_the_page_has_names_as_text(tmp_path: Path) -> None:
-    """Of a recipe of the user's own, too."""
+    """Also of a user's recipe."""
     write_report(tmp_path, [replace(FOUND, name='<i>"name', scale="<i>scale")], {})
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<i>" not in page

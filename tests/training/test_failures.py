@@ -1,4 +1,4 @@
-"""Law 8: whatever goes wrong ends the whole run, soon, and says what it was; nothing is left running."""
+"""Law 8: whatever goes wrong soon ends the whole run, with the cause in a line; nothing is left running."""
 
 import os
 import re
@@ -35,7 +35,7 @@ from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 from gpipe_cli.training.milestones import DivergedError
 
-BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
+BOUND = 20  # seconds; it takes 2 to 3, the rest is for a busy machine
 ENDLESS = [*SMALL, "epochs=10000", "partitions=2", "executor=distributed", "checkpoint.every_steps=1", "hardware=cpu"]
 
 # what stage 1 was doing, at whatever moment of a run that writes a checkpoint after every step
@@ -172,7 +172,7 @@ def test_files_that_are_no_images_are_all_named_before_the_first_step(
     one_step = ["partitions=1", "max_steps=1"]
     assert command("train", *settings, *one_step, "run_folder=run") == 0, "a fault is not remembered"
     next(iter(broken)).write_bytes(b"")
-    assert command("train", *settings, *one_step, "run_folder=other") == 2, "nor what is an image no more"
+    assert command("train", *settings, *one_step, "run_folder=other") == 2, "nor that a file was an image"
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_files_that_are_no_images_are_all_named_before_the_first_step(
 def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_then_goes_on(
     split: str, executor: str, step: int, tmp_path: Path
 ) -> None:
-    """Nothing was kept of the steps before it, and the exit code was that of a wrong setting. Of the training pictures
-    it is one of the third step's, of the others the last one."""
+    """Nothing was kept of the steps before it, and the exit code was for a wrong setting. Of the training pictures it
+    is one of the third step's, of the others the last one."""
     settings = [*picture_settings(tmp_path / "images"), "partitions=2", f"executor={executor}", "data_workers=1"]
     assert command("train", *settings, "run_folder=whole") == 0
     data = opened("image_folder", tmp_path / "images", num_classes=4, validation="val").training

@@ -31,7 +31,7 @@ SETTINGS = [
     ("balance", "recompute"), [("[5,16]", "never"), ("[4,5,7,5]", "always"), ("[1,9,10,1]", "never")]
 )
 def test_a_stage_holds_what_was_planned(balance: str, recompute: str, tmp_path: Path) -> None:
-    """To the byte: a skip counts where it is taken up, and once where it is also kept by another layer."""
+    """To the byte: a skip counts where it is popped, and once where it is also kept by another layer."""
     given = [
         *SETTINGS, f"partitions={balance.count(',') + 1}", f"partition.balance={balance}", f"recompute={recompute}",
         "executor=distributed", "max_steps=2", "schedule=zero_bubble", f"run_folder={tmp_path}",
@@ -76,7 +76,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_skips_are_refused(wrong: str) -> None:
-    """Not by a KeyError, nor by what torch says of shapes."""
+    """Not by a KeyError, nor by torch's errors about shapes."""
     layers, message = WRONG[wrong]
     example = torch.zeros(2, 3, 8, 8)
     with pytest.raises(ValueError, match=message):

@@ -77,9 +77,9 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     ],
 )
 def test_a_disk_may_lack_a_call(calls: list[str], error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without fsync, chmod or a rename the run once failed: after its last step, or before the first step of one that
-    goes on in another folder."""
-    for call in calls:  # this process builds the model, too
+    """Without fsync, chmod or a rename the run once failed: after its last step, or before the first step when resumed
+    in another folder."""
+    for call in calls:  # this process also builds the model
         module, _, name = call.rpartition(".")
         monkeypatch.setattr(call, getattr(importlib.import_module(module), name))
     runs = [tmp_path / "run", tmp_path / "other"]
@@ -98,7 +98,7 @@ def test_a_disk_may_lack_a_call(calls: list[str], error: int, tmp_path: Path, mo
 
 
 def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the folder does not come back with checkpoints that no configuration belongs to."""
+    """And the folder does not reappear with checkpoints without a configuration."""
     run = tmp_path / "run"
 
     def take_away() -> None:

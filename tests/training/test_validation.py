@@ -29,7 +29,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_scored_once(
     assert whole.best is None
     last = read_index(list_checkpoints(tmp_path / "whole")[-1]).progress
     assert whole.validation.step == whole.test.step == last.best_step
-    assert last.step != last.best_step, "the weights that are scored are not those of the end"
+    assert last.step != last.best_step, "the weights that are scored are not the last ones"
     assert command("evaluate", f"run={tmp_path / 'whole'}", NAMED, "partitions=1") == 0
     assert read_result(tmp_path / "whole", "evaluate.json")["loss"] == whole.test.loss
 
@@ -68,7 +68,7 @@ def test_without_one_the_test_set_has_chosen(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_folder_that_is_not_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`val` beside `train` and `test` was not read, without a word; without `test` it was called that."""
+    """`val` next to `train` and `test` was silently not read; without `test` it was called the test set."""
     photos = tmp_path / "photos"
     for split in ("train", "val", "test"):
         for name in "abcd":
@@ -89,7 +89,7 @@ def test_a_folder_that_is_not_used_is_named(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest was taken in its place, and called the best."""
+    """The newest was taken instead, and called the best."""
     run = tmp_path / "run"
     assert command("train", *RUN, "executor=in_process", f"run_folder={run}") == 0
     progress = read_index(list_checkpoints(run)[-1]).progress

@@ -57,7 +57,7 @@ def run(text: Path, folder: Path, *settings: str) -> int:
 def test_text_is_read_with_the_vocabulary_of_the_run(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One more file in the folder, and a vocabulary learned anew gave every token another meaning: the perplexity of a
+    """One more file in the folder, and a newly learned vocabulary gave every token another meaning: the perplexity of a
     run went from 85 to 426 without a word."""
     assert run(text, tmp_path / "run") == 0
     saved_model = (tmp_path / "run" / "vocabulary.model").read_bytes()

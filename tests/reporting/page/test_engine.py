@@ -127,7 +127,7 @@ def costs_of(
 
 
 def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What JavaScript is asked, and what Python says."""
+    """What JavaScript is asked, and Python's answer."""
     name, devices = chance.choice(KNOWN), chance.randint(1, 4)
     K = devices * chance.randint(1, 8 // devices) if name == "interleaved" else chance.randint(1, 8)
     M = chance.randint(1, 32)
@@ -349,8 +349,8 @@ def timed(layers: int) -> MeasuredCosts:
 
 
 def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> None:
-    """Where processes share cores and slow each other down, or stages take turns in one process; on devices of their
-    own they do not, and only those of a stage's process still take turns."""
+    """If processes share cores they slow each other down, and stages of one process take turns; on separate devices
+    there is no slowdown, and only stages of the same process take turns."""
     for settings in (("partitions=2",), ("partitions=3", "executor=in_process"), ("partitions=2", "replicas=2")):
         config, profile = configure(*EVEN, "schedule=1f1b", *settings), traced(*EVEN)
         costs = predicted_costs(config, profile, layout_of(config), timed(len(profile.costs)))

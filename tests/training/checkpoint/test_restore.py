@@ -99,7 +99,7 @@ def test_another_optimizer_is_refused(two: Path) -> None:
 
 
 def source(*settings: str) -> Path:
-    """The checkpoint that a run with these settings would go on from, or take weights of."""
+    """The checkpoint that a run with these settings would resume, or load weights from."""
     config = configure(*SETTINGS, *settings)
     found = find_source(config)
     assert found is not None
