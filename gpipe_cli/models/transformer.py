@@ -227,7 +227,7 @@ def transformer_lm(
     Raises InputError for an odd width, and if `heads` does not divide the width.
     """
     if width % heads:
-        raise InvalidSettingError("model.width", width, f"must be a multiple of model.heads={heads}; use one")
+        raise InvalidSettingError("model.width", width, f"must be a multiple of model.heads={heads}; change either")
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = embedding = Embedding(vocabulary, width, length)
     for index in range(layers):

@@ -141,7 +141,7 @@ class CheckpointFailed:
     """A checkpoint could not be written; the training continues."""
 
     step: int
-    why: str  # the cause, in one line
+    why: str  # the cause, a line
 
 
 @dataclass(frozen=True)

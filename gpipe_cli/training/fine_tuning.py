@@ -49,7 +49,7 @@ def fine_tune(engine: Engine, checkpoint: Path | None, classes: Sequence[str] = 
 
 
 def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
-    """The best checkpoint of the run `init_from`; if it is damaged, the newest intact one, with a line to `warn`.
+    """The best checkpoint of the run `init_from`; if it is damaged, the newest intact, with a line to `warn`.
 
     Raises the errors of `match_pretrained`, and InputError if the run has no usable checkpoint.
     """
@@ -131,7 +131,7 @@ def _loaded_layers_note(match: CheckpointCompatibility, new: frozenset[str], spe
 
 def _check_same_names(match: CheckpointCompatibility, classifier: frozenset[str]) -> None:
     """Raises InputError if the names of layers or of their tensors differ; AmoebaNet's auxiliary head, a second
-    classifier in the middle, may be in only one of model and checkpoint."""
+    classifier in the middle, may be missing in model or checkpoint."""
     names, saved_names = match.shapes.keys(), match.saved_shapes.keys()
     config, source = match.config, match.source
     layer_names, saved_layer_names = (

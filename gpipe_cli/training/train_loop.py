@@ -168,7 +168,7 @@ class Training:
         counts = full and not self._activations_counted and step > self._first_step
         self._activations_counted = self._activations_counted or counts
         mini_batch = MiniBatch(self.readers.training, epoch, position)
-        # if the run is short, the first step is the only one that is reported
+        # if the run is short, the first step is the only step that is reported
         bytes_at_start = self.bytes_at_start if counts or step == self._first_step else None
         pending = compute_gradients(engine, mini_batch, step, bytes_at_start, counts=counts)
         report_step_before = self._gather_pending()

@@ -83,7 +83,7 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
         assert make_tokenizer(LINES, least, tmp_path, symbols=symbols, add_dummy_prefix=True).size == least
 
 
-def test_a_vocabulary_that_cannot_be_read_is_not_learned_anew(tmp_path: Path) -> None:
+def test_a_vocabulary_that_cannot_be_read_is_not_learned_again(tmp_path: Path) -> None:
     """Every token would mean something else."""
     assert saved_vocabulary(tmp_path) is None
     (tmp_path / VOCABULARY).mkdir()

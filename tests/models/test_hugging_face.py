@@ -243,7 +243,7 @@ def test_files_of_the_base_model_and_in_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(found.eval()(tokens), whole(tmp_path / "half").eval()(tokens).logits)
 
 
-def test_a_layer_reads_the_files_of_its_own_tensors_only(tmp_path: Path) -> None:
+def test_a_layer_reads_only_the_files_of_its_tensors(tmp_path: Path) -> None:
     """As every process does: without the file of the first layer all others can be loaded."""
     folder = saved(tmp_path, "llama", shards="20KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -122,7 +122,7 @@ class TestInABrowser:
         assert rows == sorted(rows, key="not comparable".__eq__), "what can be compared comes first"
 
 
-def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
+def test_the_results_in_the_readme_are_replaced_between_its_marks() -> None:
     readme = (Path(__file__).parent.parent.parent / "recipes" / "README.md").read_text(encoding="utf-8")
     before, _, rest = readme.partition(BEGIN)
     after = rest.partition(END)[2]

@@ -178,7 +178,7 @@ def test_files_that_are_no_images_are_all_named_before_the_first_step(
 @pytest.mark.parametrize(
     ("split", "executor", "step"), [("train", "distributed", 2), ("val", "distributed", 4), ("test", "in_process", 8)]
 )
-def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_then_goes_on(
+def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_is_then_resumed(
     split: str, executor: str, step: int, tmp_path: Path
 ) -> None:
     """Nothing was kept of the steps before it, and the exit code was for a wrong setting. Of the training pictures it
@@ -262,7 +262,7 @@ def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFix
         assert f": {setting}: the run that is resumed has " in captured.err
 
 
-def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+def test_a_run_that_diverges_reports_it(tmp_path: Path) -> None:
     settings = [*SMALL, "partitions=2", "executor=in_process", "learning_rate.per_sample=1e30"]
     line = r"step 2 .* it has diverged at learning rate .* use a smaller learning_rate.per_sample"
     with pytest.raises(DivergedError, match=line):

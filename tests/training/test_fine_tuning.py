@@ -211,7 +211,7 @@ def test_a_run_is_not_both_resumed_and_fine_tuned(
     assert not run.exists()
 
 
-def test_a_run_remembers_no_more_than_where_it_came_from(
+def test_a_run_remembers_only_where_it_came_from(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It reports what it loads. Evaluated or resumed, it does not need the other run again, which may be gone. When it

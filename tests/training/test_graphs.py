@@ -61,7 +61,9 @@ def test_a_stage_that_cannot_be_replayed_is_refused_where_it_must_be(monkeypatch
         train_here(configure(*settings, "graphs=true"), Path("run"))
 
 
-def test_a_stage_without_memory_for_graphs_says_so_and_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stage_without_memory_for_graphs_reports_it_and_trains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The second stage has room for two graphs, of three, when the run begins, and for more when it is tried again."""
     settings = [*SMALL, *RUNS["language model"], "partitions=2", "epochs=3"]
     makers = [TapeMaker(), Full(2)]

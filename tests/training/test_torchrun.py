@@ -73,7 +73,7 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_torchrun_starts_it_again_and_writes_a_checkpoint_when_it_is_stopped(
+def test_a_run_is_resumed_when_torchrun_starts_it_again_and_writes_a_checkpoint_when_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its two processes have two stages each, and are in different folders: process 0 decides where the run is, and no
@@ -113,7 +113,7 @@ def test_a_run_goes_on_when_torchrun_starts_it_again_and_writes_a_checkpoint_whe
     assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
 
 
-def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_left_no_checkpoint_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended in "the folder is not empty", as it still does for a run of another torchrun."""
     folder = tmp_path / "run"
     folder.mkdir()

@@ -177,7 +177,7 @@ def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     assert read_config(tmp_path).threads == used, "which a resumed run keeps"
 
 
-def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_run_is_resumed_in_its_own_folder_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     """At the end of an epoch, with another cut. What was done after the checkpoint, and reported, is done again: same
     bits, and one curve."""
     folder, whole = tmp_path / "run", tmp_path / "whole"

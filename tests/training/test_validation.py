@@ -43,7 +43,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_scored_once(
     assert "validation_top1" in capsys.readouterr().out
 
 
-def test_a_run_that_was_killed_before_the_test_set_was_scored_says_so(
+def test_a_run_that_was_killed_before_the_test_set_was_scored_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = [*RUN, "executor=in_process", "resume=auto", f"run_folder={tmp_path / 'run'}"]

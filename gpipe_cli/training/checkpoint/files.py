@@ -132,7 +132,7 @@ def find_checkpoint(
     check: Callable[[Path], object] = lambda checkpoint: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The `last` or the `best` checkpoint; if it is damaged or gone, the newest intact one, with a line to `warn`.
+    """The `last` or the `best` checkpoint; if it is damaged or gone, the newest intact, with a line to `warn`.
 
     A checkpoint is damaged if its files are not what was written, or `check` raises CorruptCheckpointError for it.
     Raises InputError, naming `setting`, if the run has no intact checkpoint, and any other error that `check` raises.
@@ -274,7 +274,7 @@ def read_part(staging: Path, process: int) -> list[WrittenFile] | None:
 
 def finish_checkpoint(staging: Path, index: Index, *, config: str, keep: int) -> Path:
     """Write the index, rename the folder to its final name, and remove old checkpoints except the newest `keep` and the
-    best. Checkpoints of later steps are removed as well: as they were damaged, the run was resumed from an earlier one.
+    best. Checkpoints of later steps are also removed: the run was resumed from before them, as they were damaged.
 
     Raises CheckpointError.
     """

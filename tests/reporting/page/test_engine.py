@@ -307,7 +307,7 @@ def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", replicas: int) -> None:
+def test_other_settings_give_the_numbers_of_their_plan(page: "Page", replicas: int) -> None:
     """From the data of one plan: the cut, the order, the step, its shares, the memory of each stage and device. The cut
     is the one for the M of that plan, whatever M is tried."""
     config, profile = own()
@@ -395,7 +395,7 @@ def test_of_other_schedules_the_page_knows_the_order_of_the_plan_only(page: "Pag
     assert "choose another schedule" in other
 
 
-def test_a_cut_keeps_together_what_layers_share_or_the_page_says_why_not(page: "Page") -> None:
+def test_a_cut_keeps_together_what_layers_share_or_the_page_tells_why_not(page: "Page") -> None:
     config, profile = own()
     tied = replace(profile, shared=(Shared(1, 4, "they share"),))
     data = data_of(config, tied)

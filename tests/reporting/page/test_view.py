@@ -269,7 +269,7 @@ def test_hints_say_what_the_numbers_say(page: "Page", crowded: Path) -> None:
     assert f"step {shown_step(page)} \u2192 {gpipe}" in page.locator("#schedule-meaning").inner_text()
 
 
-def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Page") -> None:
+def test_pointing_lights_up_a_micro_batch_and_explains_its_waits(page: "Page") -> None:
     action(page, "1F2").hover()
     lit = page.locator(".action.lit").evaluate_all("bars => bars.map(bar => bar.dataset.key)")
     assert sorted(lit) == sorted(f"{k}{kind}2" for k in (0, 1) for kind in "FRB")
@@ -352,7 +352,7 @@ def test_stages_of_a_v_share_lanes_and_are_told_apart(page: "Page", written: Pat
     assert page.evaluate(OUTSIDE) == []
 
 
-def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Path) -> None:
+def test_dragging_shows_the_cost_in_memory(page: "Page", written: Path) -> None:
     """It said how much time the new order saves, and not that stage 0 holds one micro-batch more for it."""
     open_at(page, written, "#schedule=1f1b&recompute=never")
     schedule = page.locator("#schedule")

@@ -120,9 +120,9 @@ def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: p
     train_here(configure(*RUN, *alone, "checkpoint.every_steps=1", "max_steps=1"), run)
     full = odd_file(run, 2, "stage_1.safetensors")
     full.symlink_to("/dev/full")
-    goes_on = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
+    resume = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
     pair = ["partitions=2", "executor=distributed"]
-    assert command(*goes_on, *pair, "max_steps=3") == 0
+    assert command(*resume, *pair, "max_steps=3") == 0
     captured = capsys.readouterr()
     why = f"{run}/checkpoints/step_00000002: the checkpoint cannot be written (No space left on device)"
     assert captured.err.startswith(f"warning: {why}; ")
@@ -133,7 +133,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: p
     staging_dir(run, 2).rename(staging_dir(run, 5))
     full.unlink()
     os.mkfifo(full)
-    assert command(*goes_on, *pair, "max_steps=6", "timeout_seconds=2") == 1
+    assert command(*resume, *pair, "max_steps=6", "timeout_seconds=2") == 1
     assert (full.with_name("stage_0.safetensors")).exists()
     error = str(read_result(run)["error"])
     assert re.match(r"stage 1 has been silent for \d s waiting for a checkpoint to be written, longer than", error)

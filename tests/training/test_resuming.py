@@ -92,7 +92,7 @@ build = custom_models.small
 
 
 @linux
-def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_with_another_k(
+def test_a_run_whose_stage_is_killed_restarts_and_once_stopped_is_resumed_with_another_k(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The signal reaches the workers too, as SLURM and torchrun send it."""
@@ -193,7 +193,7 @@ def test_no_row_is_lost_where_the_command_is_killed_as_a_checkpoint_is_complete(
     assert steps_of(run) == [1, 2, 3]
 
 
-def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
+def test_what_a_killed_start_has_left_is_begun_again_and_what_is_not_ours_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
