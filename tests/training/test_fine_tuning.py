@@ -150,8 +150,7 @@ def test_a_vocabulary_must_be_the_same(tmp_path: Path) -> None:
     assert torch.equal(state["model/embedding.weight"], final_tensors(tmp_path)["model/embedding.weight"])
     assert refused(configure(*TEXT, "dataset.vocabulary=41", f"init_from={tmp_path}")) == (
         f"init_from={tmp_path}: embedding.weight has shape (40, 8) there and (41, 8) here: with another vocabulary "
-        "every token means something else; use dataset.vocabulary=40, and text is read with the "
-        "vocabulary of that run"
+        "every token means something else; use dataset.vocabulary=40: text is then read with that run's vocabulary"
     )
 
 
