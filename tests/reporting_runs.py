@@ -47,12 +47,10 @@ def description(*settings: str, **changes: Any) -> RunContext:
         "plan": plan("other_device"),
         "spec": spec(lengths=() if config.task == "classification" else (128,)),
         "flops": StepFlops(1e9, 32, None if config.task == "classification" else 4096, None, "the peak is not known"),
-        "data": data[config.task],
-        "notes": (),
-        "first_step": 0,
-        "steps_per_epoch": STEPS_PER_EPOCH,
     }
-    return RunContext(**(values | changes))
+    ready = {"data": data[config.task], "notes": (), "first_step": 0, "steps_per_epoch": STEPS_PER_EPOCH}
+    ready |= {key: changes.pop(key) for key in TrainingReady.__dataclass_fields__.keys() & changes}
+    return RunContext(ready=TrainingReady(**ready), **(values | changes))
 
 
 def spec(**changes: Any) -> PipelineSpec:

@@ -47,7 +47,7 @@ def run_report(
             typed = shlex.split(start.command)[2:]  # without `gpipe train`
             commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
         return RunContext(
-            **vars(ready) | {"notes": (*ready.data.notes, *ready.notes, *prepared.notes)},
+            ready=replace(ready, notes=(*ready.data.notes, *ready.notes, *prepared.notes)),
             config=config,
             plan=plan,
             spec=spec,

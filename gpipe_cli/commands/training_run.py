@@ -207,7 +207,7 @@ def find_source(config: TrainConfig) -> Path | None:
         check_same_data(config, saved)  # after what a model of another size is told
         initial_progress(config, checkpoint)  # refuses other mini-batches, before layers are timed
         if (best := missing_best_checkpoint(checkpoint)) is not None:
-            show_error(f"warning: {best}: the best checkpoint is not there any more; the next evaluation is the best")
+            show_error(f"warning: {best}: the best checkpoint no longer exists; the next evaluation is the best")
         return checkpoint
     return None if config.init_from is None else find_weights(config, show_error)
 

@@ -1,12 +1,12 @@
 """Which samples make up which mini-batch (the paper's N, Section 2.2), and what they are padded to.
 
-Mini-batches depend on (seed, epoch) and the catalogue only, so that the process with the first stage (inputs) and
-that with the last stage (targets) agree without a message, and a resumed run continues with exactly the samples it had
-not seen. For the same reason every random number of the data is drawn from a seed that `derive_seed` makes of its
-purpose and indices, never from a running generator.
+Mini-batches depend only on (seed, epoch) and the SplitIndex, so that the processes with the first stage (inputs) and
+with the last stage (targets) agree without a message, and a resumed run continues with exactly the samples it had not
+seen. For the same reason every random number of the data is drawn from a seed that `derive_seed` makes of its purpose
+and indices, never from a running generator.
 
 The paper counts its translation batches in tokens (Section 5: 260K to 4M) and samples small languages more often than
-their share of the data: p ~ share^(1/T), T = 5 in its supplement; T = 1 is by share, infinity is equal shares.
+in proportion to their data: p ~ fraction^(1/T), T = 5 in its supplement; T = 1 is in proportion, infinity is uniform.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def derive_seed(purpose: str, *numbers: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class SplitIndex:
-    """What every process of a run must know of a split's samples to agree on its mini-batches."""
+    """The number, lengths and languages of a split's samples, from which every process cuts the same mini-batches."""
 
     samples: int
     lengths: Tensor | None = None  # int32 (n, 1): tokens of each window, (n, 2): of source and target; None: images
@@ -39,13 +39,13 @@ class SplitIndex:
 
     @classmethod
     def uniform(cls, samples: int, lengths: tuple[int, ...]) -> "SplitIndex":
-        """The catalogue of samples that all have the same lengths."""
+        """The index of samples that all have the same lengths."""
         return cls(samples, torch.tensor([lengths], dtype=torch.int32).expand(samples, -1))
 
 
 @dataclass(frozen=True)
 class OutputLabels:
-    """What the outputs of weights from an earlier run mean."""
+    """The tokens or classes that the outputs of an earlier run's weights stand for."""
 
     vocabulary: bytes | None = None  # SentencePiece's model; None: a vocabulary is learned
     classes: tuple[str, ...] | None = None  # names by output; (): they have none; None: a run of an older version
@@ -58,7 +58,7 @@ NO_OUTPUT_LABELS = OutputLabels()
 class Split(Protocol):
     """The training or the test split of images or text.
 
-    Inputs and targets are asked for separately, because the first and the last stage may be in different processes, and
+    Inputs and targets are read separately, because the first and the last stage may be in different processes, and
     in whole mini-batches, because the padding of a sentence depends on the others.
     """
 
@@ -72,7 +72,7 @@ class Split(Protocol):
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n,) classes, (n, lengths[-1]) tokens, or (n, S, S) classes of pixels; IGNORED where there is nothing
-        to predict, in as many places of a sample in each epoch."""
+        to predict, in the same number of places of a sample in each epoch."""
         ...
 
 
@@ -85,7 +85,7 @@ class MiniBatches:
     mini-batches, which are shuffled. Otherwise images stay in order and text is sorted by length, in every epoch alike.
 
     temperature: None or 1 gives every sample once per epoch. T > 1 draws as many samples per epoch, of each language a
-    quota by share^(1/T). With batch_tokens the number of mini-batches then varies a little between epochs; epoch 0
+    quota by fraction^(1/T). With batch_tokens the number of mini-batches then varies a little between epochs; epoch 0
     decides: of a later epoch the last ones (in their random order) are left out, or the first ones repeated.
 
     Raises InputError for a sample longer than batch_tokens.
@@ -102,7 +102,7 @@ class MiniBatches:
     drop_last: bool = False  # with batch_size: leave out the last, smaller mini-batch, of other samples each epoch
     micro_batches: int = 1  # M, of each replica
     replicas: int = 1
-    replica: int = 0  # the replica whose share of each mini-batch is read here
+    replica: int = 0  # the replica whose shard of each mini-batch is read here
     steps_per_epoch: int = field(default=0, init=False)  # 0 until epoch 0 is cut
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class MiniBatches:
         return shard_of(self.size(epoch, position), self.micro_batches, self.replicas, self.replica)
 
     def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
-        """Tokens that the mini-batch is padded to: those of its longest window, or source and target; () for images."""
+        """Tokens that the mini-batch is padded to, for its longest window, or source and target; () for images."""
         return self._batches_of(epoch if self.shuffle else 0)[position][1]
 
     def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
@@ -176,7 +176,7 @@ class MiniBatches:
 
 
 def language_quotas(counts: list[int], temperature: float) -> list[int]:
-    """How many of sum(counts) draws each language gets: by share^(1/T), rounded up at the largest remainders."""
+    """How many of sum(counts) draws each language gets: by fraction^(1/T), rounded up at the largest remainders."""
     samples = sum(counts)
     weights = [(count / samples) ** (1 / temperature) if count else 0.0 for count in counts]
     exact = [samples * weight / sum(weights) for weight in weights]
@@ -190,16 +190,16 @@ def language_quotas(counts: list[int], temperature: float) -> list[int]:
 def draw_by_temperature(groups: Tensor, temperature: float, seed: int, epoch: int) -> Tensor:
     """int64 (samples,): the samples that an epoch draws, language by language. groups: each sample's language.
 
-    Each language has an endless sequence of permutations of its samples, and epoch e takes its quota from place
-    e * quota on: no sample recurs before all others of its language were drawn, and an epoch does not depend on earlier
-    ones. A permutation sorts its samples by a hash of (seed, language, number of the permutation, sample): sorting once
-    makes all permutations, which is faster than a generator for each.
+    Each language has an endless sequence of permutations of its samples, and epoch e takes its quota starting at place
+    e * quota: no sample recurs before all others of its language were drawn, and an epoch does not depend on earlier
+    epochs. A permutation sorts its samples by a hash of (seed, language, index of the permutation, sample): sorting
+    once makes all permutations, which is faster than a generator for each.
     """
     language_of_sample = groups.numpy()
     counts = np.bincount(language_of_sample)
     quotas = np.array(language_quotas(counts.tolist(), temperature))
     start = quotas * epoch
-    # One row for each (language, permutation) that the epoch touches.
+    # One row for each (language, permutation) that the epoch uses.
     first = start // np.maximum(counts, 1)
     rows = np.where(quotas > 0, (start + quotas - 1) // np.maximum(counts, 1) - first + 1, 0)
     language = np.repeat(np.arange(len(counts)), rows)

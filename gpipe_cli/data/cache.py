@@ -2,7 +2,7 @@
 
 Every process of a run opens the same text; the first trains the vocabulary and encodes, the others wait and read. A
 file's name is a digest of everything its content depends on, so no file is ever stale; its first bytes are a
-digest of the content, so a damaged file is noticed and made anew.
+digest of the content, so a damaged file is noticed and replaced.
 """
 
 import fcntl
@@ -73,7 +73,7 @@ def read_or_make_tensors(folder: Path, name: str, make: Callable[[], dict[str, T
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[None]:
-    """Holds the lock `file`, which one process at a time can have, except on a file system without locks; the system
+    """Holds the lock `file`, which one process at a time can have, except on a file system without locks; the kernel
     releases it if the process dies."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open_to_append(file) as lock:  # a user may have a file of this name, which is left as it is

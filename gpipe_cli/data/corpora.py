@@ -1,8 +1,8 @@
 """Text corpora: documents for a language model, sentence pairs for translation, each with a test split.
 
 The paper does not name the text that its Transformer-L is measured on, and its translation corpus of 102 languages is
-not public (Section 5). In their place come a user's own files or, for a first run without a download, the text that
-comes with every Python and names in some 250 languages from Unicode's Common Locale Data Repository.
+not public (Section 5). They are replaced by a user's files or, for a first run without a download, by text that comes
+with every Python and names in some 250 languages from Unicode's Common Locale Data Repository.
 """
 
 import codecs
@@ -81,7 +81,7 @@ def read_text_files(root: Path, validation: object = None) -> Splits[Documents]:
     parts = [_cut_last_tenth(text) for text in _read_folder(root, root)]
     train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*parts, strict=True))
     if not test:
-        raise InputError(f"dataset.root={root}: too little text for a test text of its own; add text, or 'test/*.txt'")
+        raise InputError(f"dataset.root={root}: too little text to split off a test text; add text, or 'test/*.txt'")
     return Splits(train, test)
 
 
@@ -116,7 +116,7 @@ def read_utf8(path: Path) -> str:
             why += f"; save it in UTF-8, as by iconv -f {_encoding(path)} -t UTF-8"
         raise InputError(f"text file '{path}': {why}; see dataset.root, which takes files in UTF-8") from error
     if "\0" in text:
-        why = f"has characters of number 0, as UTF-16 has; save it in UTF-8, as by iconv -f {_encoding(path)} -t UTF-8"
+        why = f"has null characters, as UTF-16 has; save it in UTF-8, as by iconv -f {_encoding(path)} -t UTF-8"
         raise InputError(f"text file '{path}': {why}")
     return text
 
@@ -153,7 +153,7 @@ class Pairs:
     references: Sequence[str]
     groups: Tensor  # int32 (n,): index of each pair's languages in `languages`
     languages: tuple[str, ...]  # such as `de-en`, the same for both splits
-    file: Path | None = None  # file that the pairs were read from
+    file: Path | None = None  # where the pairs were read from
     lines: Sequence[int] | None = None  # line of each pair in `file`, from 1
 
     def __len__(self) -> int:
@@ -248,17 +248,17 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
 def read_cldr(direction: str, cache: Path) -> Splits[Pairs]:
     """About 200,000 pairs of a name and its English name (Babel 2.18: 201,203); kept in `cache`, as reading is slow.
 
-    The names of territories, languages, scripts and currencies are short, but in many scripts and languages for a
-    model. They show that all parts work together; they do not measure translation quality.
+    The names of territories, languages, scripts and currencies are short, but in many scripts and languages. They show
+    that all parts work together; they do not measure translation quality.
 
-    Locales with a territory (`de_AT`) are left out; those with a script (`zh_Hant`) have only the names that differ
-    from the language's own. Names that are missing or equal their code are left out, and so are locales with fewer
-    than 100 names. One English name in 20 is for the test, in all languages alike, so that no name of the test, nor
-    its code, occurs in training. The split is fixed, whatever the seed.
+    Locales with a territory (`de_AT`) are left out; locales with a script (`zh_Hant`) have only the names that differ
+    from the language's. Names that are missing or equal their code are left out, and so are locales with fewer than 100
+    names. One English name in 20 is for the test, in all languages, so that no name of the test, nor its code, occurs
+    in training. The split is fixed, whatever the seed.
     """
     import babel
 
-    # The digest covers this file's source: a change of the code below must not read what the old code cached.
+    # The digest covers this file's source: changed code must not read what the old code cached.
     name = compute_digest("cldr", babel.__version__, [Path(__file__).read_bytes()])
     content = json.loads(read_or_make(cache, f"cldr-{name}", lambda: json.dumps(_read_names()).encode()))
     return Splits(*(_select_direction(content[split], content["codes"], direction) for split in ("train", "test")))
@@ -277,7 +277,7 @@ def _read_locale_names(locale: str) -> dict[tuple[str, str], str]:
 
 
 def _read_names() -> dict[str, Any]:
-    """`codes`: those of the languages. `train`, `test`: columns of names, English names and indices into `codes`."""
+    """`codes`: of the languages. `train`, `test`: columns of names, English names and indices into `codes`."""
     from babel import localedata
 
     english = _read_locale_names("en")

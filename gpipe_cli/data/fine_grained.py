@@ -35,7 +35,7 @@ FINE_GRAINED = {
     "imagenet": FineGrainedSet(
         1_281_167,
         50_000,
-        "train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or ILSVRC2012_devkit_t12.tar.gz beside the two archives "
+        "train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or ILSVRC2012_devkit_t12.tar.gz with the two archives "
         "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar",
         "the archives are given out by image-net.org after registration",
     ),
@@ -79,7 +79,7 @@ DECODED_FROM_FILES = ("image_folder", "image_masks", *FINE_GRAINED)
 
 
 def read_fine_grained(name: str, root: Path, *, download: bool, partial: bool) -> Splits[Samples]:
-    """The training and the test split of the set `name`, a key of PHOTOGRAPHS, from the files below `root`.
+    """The training and the test split of the set `name`, a key of FINE_GRAINED, from the files below `root`.
 
     download: fetch what is missing; the settings allow it if torchvision can. partial: accept fewer images than the
     paper used; images that are listed but have no file are left out.
@@ -152,7 +152,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
     try:
         with file_lock(root / ".download.lock") if download else nullcontext():
             reader: Any = getattr(datasets, fine_grained.reader)(str(root), split=part, download=download)
-        # torchvision has no public way to the paths: indexing a reader decodes the image.
+        # torchvision has no public access to the paths: indexing a reader decodes the image.
         if name == "stanford_cars":
             paths, labels = zip(*reader._samples, strict=True)
         else:
@@ -160,7 +160,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
         listed = [(str(path), int(label)) for path, label in zip(paths, labels, strict=True)]
         classes = tuple(map(str, reader.classes))
         if not all(0 <= target < len(classes) for _, target in listed):
-            raise ValueError(f"a {split} image of a class that is none of the {len(classes)} named")
+            raise ValueError(f"a {split} image has a class that is not among the {len(classes)} named")
     except Exception as error:  # the network, archives and broken annotations make torchvision and scipy raise anything
         if download:
             why = f"could not download {name} to '{root}' or read what is there ({describe_error(error)})"

@@ -2,9 +2,9 @@
 
 The ImageNet runs used Inception preprocessing, which in the authors' TPU code is a random crop of 10-100 % of the area,
 a random flip and values scaled to [-1, 1]; evaluation is on a central 87.5 % crop. The transfer runs used a random
-flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have, and those of the digits:
+flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have, and the digits' steps:
 they are written here, with the bits of torchvision, whose import would take longer than the first steps. Pretrained
-weights have a mean, a deviation and an interpolation of their own.
+weights determine a mean, a deviation and an interpolation.
 
 Departs from the paper: no colour distortion; a random crop that does not fit is tried 10 times (torchvision), not 100.
 """
@@ -45,9 +45,9 @@ from gpipe_cli.system.files import write_atomic
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import first_few, plural
 
-_MOST_HEADERS = 100_000  # about as many headers are read before a training, in some seconds
-_HEADERS_AT_ONCE = 16  # threads, which wait for the disk
-_MOST_NAMED = 20  # files in one report
+_MAX_HEADERS = 100_000  # headers read before a training, about; they take some seconds
+_HEADER_THREADS = 16  # they mostly wait for the disk
+_MAX_NAMED = 20  # files in one report
 _WORDNET_ID = re.compile(r"n[0-9]{8}(?= |$)")
 
 
@@ -82,7 +82,7 @@ def centre_crop(image: Tensor, side: int) -> Tensor:
 
 
 def shift(image: Tensor, max_pixels: int) -> Tensor:
-    """(C, H, W), moved by up to `max_pixels` pixels along each axis; what comes in is black."""
+    """(C, H, W), moved by up to `max_pixels` pixels along each axis; uncovered pixels are black."""
     height, width = image.shape[-2:]
     top, left = (int(torch.randint(2 * max_pixels + 1, ())) for _ in range(2))
     return pad(image, [max_pixels] * 4)[..., top : top + height, left : left + width]
@@ -101,8 +101,8 @@ def normalize(images: Tensor, dataset: ImagesConfig) -> Tensor:
 def build_transform(
     dataset: ImagesConfig, shorter_side: int, augmentation: AugmentationConfig | None
 ) -> Callable[[Tensor], Tensor]:
-    """The steps from (3, H, W), uint8 or float32 in [0, 1], to (3, image_size, image_size): uint8, which are a quarter
-    of the bytes and are normalized where they are used, or normalized float32, if pixels are stored so or cut out.
+    """The steps from (3, H, W), uint8 or float32 in [0, 1], to (3, image_size, image_size): uint8, a quarter of the
+    bytes, to be normalized where it is used; or normalized float32, if pixels are stored as float32 or cut out.
 
     shorter_side: pixels to which an image is scaled, unless a random crop is, before its centre is cut out.
     augmentation: None for evaluation. Random steps use torch's default generator.
@@ -127,7 +127,7 @@ def build_transform(
         steps.append(partial(shift, max_pixels=settings.shift))
     normalized = partial(normalize, dataset=dataset)
     if settings.cutout > 0:
-        steps += [normalized, partial(cutout, side=settings.cutout)]  # no uint8 is the mean
+        steps += [normalized, partial(cutout, side=settings.cutout)]  # no uint8 value is the mean
     else:
         steps.append(lambda image: normalized(image) if image.is_floating_point() else image)
     return lambda image: reduce(lambda changed, step: step(changed), steps, image)
@@ -162,7 +162,7 @@ class ImageSplit:
             return self.transform(image)
         # The transforms draw from the default generator only; its state is restored afterwards.
         with torch.random.fork_rng(devices=[]):
-            # `torch.manual_seed` would seed every accelerator, too
+            # `torch.manual_seed` would also seed every accelerator
             torch.default_generator.manual_seed(derive_seed("augmentation", self.seed, epoch, index))
             return self.transform(image)
 
@@ -178,7 +178,7 @@ def open_images(dataset: ImagesConfig, seed: int, output_labels: OutputLabels = 
 
 
 def find_images(dataset: ImagesConfig, seed: int, output_labels: OutputLabels = NO_OUTPUT_LABELS) -> Splits[Samples]:
-    """The samples of each split, whose images are as they are stored. `seed` determines synthetic ones, and which are
+    """The samples of each split, whose images are as stored. `seed` determines synthetic images, and which samples are
     held out. Classes of the same names as in `output_labels` have its order.
 
     Raises InputError for missing, empty or damaged data, a wrong number of classes, and classes other than those that
@@ -211,16 +211,16 @@ def find_images(dataset: ImagesConfig, seed: int, output_labels: OutputLabels = 
 
 
 def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
-    """Reads the headers of all image files and masks, of more than _MOST_HEADERS those of as many that are evenly
-    chosen. Files that were found to be images are remembered until one of them changes.
+    """Reads the headers of all image files and masks, or of about _MAX_HEADERS, evenly chosen. Files that were found to
+    be images are remembered until one of them changes.
 
-    Raises InvalidSettingError that names the files that are no images; what only decoding shows is not found.
+    Raises InvalidSettingError, naming the files that are not images; damage that only decoding shows is not found.
     """
     files = list[tuple[str, bool]]()
     for _, samples in splits.each():
         files += [(path, False) for path in samples.pixels.paths] if isinstance(samples.pixels, ImageFiles) else []
         files += [(path, True) for path in samples.targets.masks] if isinstance(samples.targets, MaskFiles) else []
-    files = files[:: -(-len(files) // _MOST_HEADERS) or 1]
+    files = files[:: -(-len(files) // _MAX_HEADERS) or 1]
     remembered: Path | None = None
     with suppress(OSError, InputError):  # a file that is gone; a user without a home folder
         states = ((path, os.stat(path)) for path, _ in files)
@@ -229,23 +229,23 @@ def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
         if not files or remembered.exists():
             return
     phase(f"reading the headers of {plural(len(files), 'file')}")
-    with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
         faults = list(pool.map(lambda file: header_fault(file[0], mask=file[1]), files))
     broken = [f"{path} ({fault})" for (path, _), fault in zip(files, faults, strict=True) if fault]
     if broken:
-        named = [*broken[:_MOST_NAMED], *[f"and {len(broken) - _MOST_NAMED:,} more"][: len(broken) > _MOST_NAMED]]
+        named = [*broken[:_MAX_NAMED], *[f"and {len(broken) - _MAX_NAMED:,} more"][: len(broken) > _MAX_NAMED]]
         why = f"{len(broken):,} of {plural(len(files), 'image file')} cannot be read: {', '.join(named)}"
         raise InvalidSettingError(
             "dataset.root", dataset.root, f"{why}; replace or delete {'them' if broken[1:] else 'it'}"
         )
     if remembered is not None:
-        with suppress(OSError):  # nowhere to remember it
+        with suppress(OSError):  # it cannot be remembered
             remembered.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(remembered, "")
 
 
 def _read(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
-    """The samples of all classes, in the order that the data have."""
+    """The samples of all classes, in the data's order."""
     name = dataset.name
     root = Path(dataset.root or "")  # every set that is read from disk has a root
     match name:
@@ -271,8 +271,8 @@ def _read(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
 def _order_classes(
     output_labels: OutputLabels, names: Sequence[str], chosen: tuple[int, ...], dataset: ImagesConfig
 ) -> tuple[int, ...]:
-    """The numbers, in `names`, of the classes that the weights were trained on, in their order; `chosen` if the data
-    have others and need not have these. Raises InvalidSettingError if they must."""
+    """The indices, in `names`, of the classes that the weights were trained on, in their order; `chosen` if the data
+    has other classes and may have them. Raises InvalidSettingError if it may not."""
     saved = [_class_key(name) for name in output_labels.classes or ()]
     numbers = {_class_key(name): number for number, name in enumerate(names)}
     same = {*saved} == {_class_key(names[number]) for number in chosen if 0 <= number < len(names)}
@@ -294,7 +294,7 @@ def same_classes(names: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _class_key(name: str) -> str:
-    """What a class is known by: a WordNet id, whatever words follow it, or else its name."""
+    """The identity of a class: its WordNet id, whatever words follow, or else its name."""
     return name[:9] if _WORDNET_ID.match(name) else name
 
 
@@ -307,15 +307,15 @@ def _check_targets(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
         pieces = [targets] if isinstance(targets, Tensor) else one_by_one
         if not any(bool((piece != IGNORED).any()) for piece in pieces):
             key, value = ("dataset", dataset.name) if dataset.root is None else ("dataset.root", dataset.root)
-            why = f"where the {name} images are cut, all pixels of their masks are {VOID}, which is nothing to learn"
+            why = f"where the {name} images are cut, all pixels of their masks are {VOID}, which is not learned"
             use = "give masks with classes"
             if isinstance(dataset.validation, float) and name != "test":
-                use += ", or another share dataset.validation"
+                use += ", or another fraction dataset.validation"
             raise InvalidSettingError(key, value, f"{why}; {use}")
 
 
 def centre_crop_ratio(dataset: ImagesConfig) -> float:
-    """The share of a test image's shorter side that its centre crop keeps: 0.875 for ImageNet and folders, as in the
+    """The fraction of a test image's shorter side that its centre crop keeps: 0.875 for ImageNet and folders, as in the
     TPU code; 1 for all other sets, as the paper's transfer images are "resized to 480x480".
 
     Departs from the paper: the aspect ratio is kept, so the ends of the longer side are lost (the paper does not say

@@ -68,8 +68,8 @@ class PrefetchedBatches:
     ) -> None:
         """Start loading the mini-batches of `splits` in `order`.
 
-        workers: number of processes, forked here; 0: this process loads each batch when it is requested. ahead: how
-        many mini-batches each worker prepares before they are requested.
+        workers: number of processes, forked here; 0: this process loads each batch when it is requested. ahead: number
+        of mini-batches that each worker prepares before they are requested.
         """
         self._splits = splits
         self._requested: deque[BatchRequest] = deque()  # of workers, in the order of `order`
@@ -82,7 +82,7 @@ class PrefetchedBatches:
             _Batches(self._splits),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key of the sampler stands for a whole mini-batch
             sampler=self._record_order(order),
-            collate_fn=lambda batch: batch,  # torch's own would make tensors of arrays
+            collate_fn=lambda batch: batch,  # torch's default would make tensors of arrays
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             multiprocessing_context="fork" if workers else None,
@@ -101,9 +101,9 @@ class PrefetchedBatches:
             raise InvalidSettingError("data_workers", workers, why) from error
         signal.signal(signal.SIGCHLD, earlier_handler)
         self._peeked: tuple[Tensor, ...] | None = None
-        self._forms: tuple[Tensor, ...] = ()  # of no samples, else like the batch that was taken last
-        self.unreadable = ""  # why the batch after that cannot be read; "" if it can
-        self.gives_zeros = False  # whether `take` is to return zeros in its place
+        self._forms: tuple[Tensor, ...] = ()  # of no samples, otherwise like the last batch taken
+        self.unreadable = ""  # why the next batch cannot be read; "" if it can
+        self.gives_zeros = False  # whether `take` is to return zeros instead of it
         self.gave_zeros = False
 
     def _record_order(self, order: Iterable[BatchRequest]) -> Iterator[BatchRequest]:
@@ -115,11 +115,11 @@ class PrefetchedBatches:
         return self
 
     def take(self, split: Split | None, epoch: int, position: int, samples: int) -> tuple[Tensor, ...]:
-        """The batch of a mini-batch, of so many `samples`, which must be the next in order: steps and evaluations share
-        the loader. Raises InputError, of a training UnreadableError, if it cannot be read.
+        """The inputs of a mini-batch of `samples` samples, which must be the next in order: steps and evaluations share
+        the loader. Raises InputError, in a training UnreadableError, if it cannot be read.
 
         The batch after it is loaded before this returns, so that other processes can be told in time that it is
-        `unreadable`; if it `gives_zeros` instead of raising, an evaluation ends in all processes alike.
+        `unreadable`; if this `gives_zeros` instead of raising, an evaluation ends in all processes in the same way.
         """
         if self.unreadable and not self.gives_zeros:
             raise InputError(self.unreadable)
@@ -128,7 +128,7 @@ class PrefetchedBatches:
             return tuple(form.new_zeros(samples, *form.shape[1:]) for form in self._forms)
         try:
             batch = self.peek()
-        except InputError as error:  # of the first batch
+        except InputError as error:  # from the first batch
             raise (UnreadableError if self.gives_zeros else InputError)(str(error)) from error
         assert self._current is not None
         assert self._splits[self._current.split] is split, "another split is next"
@@ -137,7 +137,7 @@ class PrefetchedBatches:
         self._forms = tuple(tensor.new_empty(0, *tensor.shape[1:]) for tensor in batch)
         try:
             self.peek()
-        except StopIteration:  # no batch comes after it
+        except StopIteration:  # it is the last batch
             pass
         except InputError as error:
             self.unreadable = str(error)
@@ -156,7 +156,7 @@ class PrefetchedBatches:
             raise StopIteration
         try:
             batch = next(self._batches)
-        except BaseException as error:  # the end, a dead worker, Ctrl-C: no batch comes after any of them
+        except BaseException as error:  # the end, a dead worker, Ctrl-C: no batch follows
             died = any(worker.exitcode for worker in getattr(self._batches, "_workers", ()))
             self.close()
             if died or isinstance(error, ConnectionError | EOFError):  # died, perhaps while it sent a batch
@@ -172,7 +172,7 @@ class PrefetchedBatches:
     def close(self) -> None:
         """End the workers and wait for them; may be called again."""
         batches, self._batches = self._batches, None
-        # Freeing the iterator would do it too, but a traceback may hold a reference to it.
+        # Freeing the iterator would also do it, but a traceback may hold a reference to it.
         if hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
             for worker in batches._workers:
@@ -181,8 +181,7 @@ class PrefetchedBatches:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """Maps a `BatchRequest` to a mini-batch, of arrays where /dev/shm has no room for its tensors; or to the message of
-    an
+    """Maps a `BatchRequest` to a mini-batch, of arrays if /dev/shm has no room for its tensors; or to the message of an
     InputError: raised in a worker, the exception would arrive as the text of its traceback."""
 
     splits: Mapping[SplitName, Split]
@@ -194,7 +193,7 @@ class _Batches:
             return str(error)
         if get_worker_info() is not None:
             try:
-                for tensor in inputs:  # the loader would do it later, where a failure only loses the batch
+                for tensor in inputs:  # the loader would do it later, where a failure would lose the batch
                     tensor.share_memory_()
             except RuntimeError:  # the loader copies arrays through a pipe
                 return tuple(tensor.numpy() for tensor in inputs)
@@ -204,7 +203,7 @@ class _Batches:
 def _set_up_worker(served: int, _worker: int) -> None:
     """Run in each worker before its first batch: 1 thread, Ctrl-C ignored, killed when the process it serves ends."""
     torch.set_num_threads(1)  # the other cores are for other workers and the pipeline
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves gets it too, and ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves also gets it, and ends its workers
     sys.excepthook = _print_unless_connection_lost
     end_with_parent(served)
 

@@ -11,16 +11,16 @@ from gpipe_cli.data.batches import SplitIndex, derive_seed
 from gpipe_cli.data.text import SyntheticText, TextSplit
 from gpipe_cli.data.vocabulary import IGNORED, UNKNOWN
 
-SELECTED_SHARE = 0.15  # share of a window's tokens, rounded to 1 or more
-MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1  # shares of those that become the mask token, and a random token; the others stay
+SELECTED_SHARE = 0.15  # fraction of a window's tokens, rounded to 1 or more
+MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the selected: become the mask token, a random token; others stay
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedText:
-    """The full windows of a split. What is hidden is drawn anew in each epoch; a test is always in epoch 0.
+    """The full windows of a split. Each epoch hides other tokens; a test is always in epoch 0.
 
-    mask: the id of the mask token. end: the id of the end of a document, which is predicted only where a window has too
-    few other tokens. vocabulary_size: the number of ids that random tokens are drawn from.
+    mask: the id of the mask token. end: the id of the end of a document, predicted only if a window has too few other
+    tokens. vocabulary_size: the number of ids that random tokens are drawn from.
     """
 
     windows: TextSplit | SyntheticText
@@ -46,7 +46,7 @@ class MaskedText:
         return (self._mask_windows(epoch, indices, lengths)[0],)
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """int64 (n, length): the token that was selected, whatever is seen in its place; else IGNORED."""
+        """int64 (n, length): the token that was selected, whatever replaces it in the inputs; else IGNORED."""
         return self._mask_windows(epoch, indices.tolist(), lengths)[1]
 
     def _mask_windows(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Image data sets for segmentation, whose targets are masks: the class of every pixel, or nothing to learn there.
+"""Image data sets for segmentation, whose targets are masks: the class of every pixel, or VOID.
 
 The GPipe paper has none: they are what a U-Net is trained on.
 """
@@ -21,15 +21,15 @@ from gpipe_cli.data.splits import Splits, split_names
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError, InvalidSettingError, error_text
 
-VOID = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
-_SAMPLED_MASKS = 16  # masks from all of a split, which are read before others
+VOID = 255  # in a mask file: a pixel that is not learned, as in Pascal VOC
+_SAMPLED_MASKS = 16  # masks, evenly from a split, that are read before the others
 SHAPES = 4  # ellipses in a synthetic image
 
 
 @dataclass(frozen=True, eq=False)
 class Ellipses:
-    """Noise with ellipses, each of a class that has a colour of its own; all of it a function of (seed, index). Class 0
-    is the background."""
+    """Noise with ellipses, each in the colour of its class; all of it a function of (seed, index). Class 0 is the
+    background."""
 
     seed: int
     image_size: int
@@ -48,7 +48,7 @@ class Ellipses:
         return mask
 
     def __getitem__(self, index: int) -> Tensor:
-        """float32 (3, S, S) in [0, 1]: half of a pixel is noise."""
+        """float32 (3, S, S) in [0, 1]: half of each value is noise."""
         generator = torch.Generator().manual_seed(derive_seed("noise", self.seed, index))
         noise = torch.rand(3, self.image_size, self.image_size, generator=generator)
         return (self.colours[self.mask(index)].permute(2, 0, 1) + noise) / 2
@@ -59,7 +59,7 @@ class EllipseMasks:
     """The targets of images with ellipses."""
 
     images: Ellipses
-    numbers: Tensor  # int64 (n,), of the images
+    numbers: Tensor  # int64 (n,): indices of the images
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -73,8 +73,8 @@ class EllipseMasks:
 
 @dataclass(frozen=True, eq=False)
 class MaskFiles:
-    """An image file with the mask of each image: of a single channel, of any number of bits, or with a palette; the
-    value of a pixel is its class. Both are turned as their EXIF tags say."""
+    """A file with the mask of each image: of a single channel, of any number of bits, or with a palette; the value of a
+    pixel is its class. Image and mask are turned by their EXIF tags."""
 
     images: tuple[str, ...]
     masks: tuple[str, ...]
@@ -106,8 +106,8 @@ class MaskFiles:
         if size != needed_size or values.ndim > 2 or mode == "F":
             mask_form = f"{size[0]} x {size[1]} pixels of mode {mode}"
             needed = f"{needed_size[0]} x {needed_size[1]} of one whole number"
-            why = f"{mask_form}; its image, turned as its EXIF tag says, needs {needed}"
-            raise InputError(f"mask '{path}': has {why}; save it so")
+            why = f"{mask_form}; its image, turned by its EXIF tag, needs {needed}"
+            raise InputError(f"mask '{path}': has {why}; save it in that form")
         # with the bits of torchvision, whose import takes seconds
         lengths = [int(self.image_size * length / min(size)) for length in values.shape]
         resized = interpolate(torch.from_numpy(values).float()[None, None], lengths, mode="nearest")[0, 0].long()
@@ -134,12 +134,12 @@ def read_ellipses(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
 
 def read_masks(root: Path, dataset: ImagesConfig) -> Splits[Samples]:
     """Images in root/train/images and so on (see `split_names`), and their masks, files of the same names before the
-    suffix, in root/train/masks. Raises InputError if a folder, or the mask of an image, is missing, or if no training
-    mask has a class but 0."""
+    suffix, in root/train/masks. Raises InputError if a folder, or the mask of an image, is missing, or if all training
+    masks have only class 0."""
     splits = Splits(*(_read_split(root / name, dataset) for name in split_names(root, dataset.validation)))
     assert isinstance(splits.training.targets, MaskFiles)
     if _have_only_background(splits.training.targets.masks):
-        why = f"all training masks have the values 0 and {VOID} only, and {VOID} is nothing to learn"
+        why = f"all training masks have only the values 0 and {VOID}, and {VOID} is not learned"
         raise InvalidSettingError("dataset.root", dataset.root, f"{why}; save them with 1 for the other class")
     return splits
 
@@ -159,15 +159,15 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
 
 
 def _have_only_background(masks: Sequence[str]) -> bool:
-    """Whether the masks have pixels of class 0 and of NOTHING, and no others: the first mask of another kind, a damaged
-    one among them, ends the search, which begins with masks from all of the split."""
+    """Whether the masks have only pixels of class 0 and VOID: the first mask with others, or a damaged one, ends the
+    search, which begins with masks from all of the split."""
     values = set[int]()
     stride = -(-len(masks) // _SAMPLED_MASKS)
     for path in chain.from_iterable(masks[start::stride] for start in range(stride)):
         try:
             with open_image(path) as image:
                 pixels = np.asarray(image)
-        except Exception:  # it is refused when it is needed, with its name
+        except Exception:  # an error with its name follows when it is needed
             return False
         values.update(np.unique(pixels).tolist())
         if pixels.ndim > 2 or values - {0, VOID}:

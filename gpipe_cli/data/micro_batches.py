@@ -21,7 +21,7 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One pipeline's share of a mini-batch: consecutive micro-batches of the R x M of all R pipelines."""
+    """One pipeline's part of a mini-batch: consecutive micro-batches of the R x M of all R pipelines."""
 
     first_sample: int
     first_micro_batch: int
@@ -33,7 +33,7 @@ class Shard:
 
 
 def shard_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Shard:
-    """The share of pipeline `replica`: at most `micro_batches`, M, micro-batches. All R shares together are the
+    """The shard of pipeline `replica`: at most `micro_batches`, M, micro-batches. All R shards together are the
     micro-batches of a single pipeline with R x M (law 7 of recipes/contributing.md).
 
     >>> shard_of(7, 2, replicas=2, replica=1)

@@ -1,7 +1,7 @@
-"""A tokenizer of Hugging Face's in place of a vocabulary that is learned: `dataset.tokenizer`.
+"""A Hugging Face tokenizer instead of a learned vocabulary: `dataset.tokenizer`.
 
-Weights that are published, and numbers that are compared with others, belong to a tokenizer. Whatever it does is left
-to `AutoTokenizer`, so that ids are those of every other program that reads the same folder.
+Published weights, and numbers that are compared with others, belong to a tokenizer. All of it is left to
+`AutoTokenizer`, so that every other program that reads the same folder gets the same ids.
 """
 
 import importlib.util
@@ -20,14 +20,14 @@ class HFTokenizer:
     """The mapping from text to token ids of a folder, as `save_pretrained` writes it, or of a name on the hub."""
 
     def __init__(self, place: str) -> None:
-        """A name is fetched into the hub's cache on this machine, whose locks let a single process fetch. Raises
-        InvalidSettingError for a tokenizer that cannot be read or has no token to end a document with, and if
-        transformers is not installed."""
+        """Fetches a name into the hub's cache on this machine, whose locks let only one process fetch. Raises
+        InvalidSettingError for a tokenizer that cannot be read or has no end token, and if transformers is not
+        installed."""
         self._place = place
         if importlib.util.find_spec("transformers") is None:
-            why = "needs transformers, which is not installed; pip install 'gpipe-cli[transformers]', or leave it out"
+            why = "needs transformers, which is not installed; pip install 'gpipe-cli[transformers]', or remove it"
             raise InvalidSettingError("dataset.tokenizer", place, why)
-        # Threads of the tokenizer would be in the way of the loader processes, which are forked.
+        # Loader processes cannot be forked while the tokenizer has threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 

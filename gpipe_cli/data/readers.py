@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif", ".jpe",
 )  # fmt: skip
-# Pillow looks at a file's bytes and not at its ending: for EPS it would start Ghostscript, with a program from the file
+# Pillow looks at a file's bytes, not at its ending: for EPS it would start Ghostscript, with a program from the file
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 # Pillow's modes of images
 _MODE_NAMES = {
@@ -46,7 +46,7 @@ _MODE_NAMES = {
 }  # fmt: skip
 _UNKNOWN_RANGE = ("I", "F")  # modes of 32 bits
 _ORIENTATION = 0x0112  # the EXIF tag
-_DESCRIBED_FILES = 300  # about as many files are looked into for the banner
+_DESCRIBED_FILES = 300  # about this many files are opened for the banner
 
 
 class Pixels(Protocol):
@@ -56,7 +56,7 @@ class Pixels(Protocol):
 
 
 class Masks(Protocol):
-    """Targets by index: of each image a mask, the classes of its pixels, int64 (n, S, S)."""
+    """Targets by index: the mask of each image, the classes of its pixels, int64 (n, S, S)."""
 
     def __len__(self) -> int: ...
 
@@ -69,8 +69,8 @@ class Masks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One split: pixels, targets, class names, which the targets index, () if the data name no classes, and how many
-    files of each ending were beside them that are neither images nor hidden."""
+    """One split: pixels, targets, class names, which the targets index, () if the data names no classes, and how many
+    other files of each ending, neither images nor hidden, were found there."""
 
     pixels: Pixels
     targets: Tensor | Masks  # a Tensor: the class of each image, int64 (n,)
@@ -86,8 +86,8 @@ class Samples:
         return cls(ImageFiles(tuple(path for path, _ in listed)), targets, class_names, skipped or Counter())
 
     def split_off(self, setting: str, share: float, seed: int) -> tuple["Samples", "Samples"]:
-        """What stays, and what `setting` takes out: the `share` of each class; of masks that of all samples. Raises
-        InvalidSettingError."""
+        """The samples that stay, and those that `setting` takes out: the fraction `share` of each class, with masks of
+        all samples. Raises InvalidSettingError."""
         classes = (
             self.targets if isinstance(self.targets, Tensor) else torch.zeros(len(self.targets), dtype=torch.int64)
         )
@@ -108,7 +108,7 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """One image file per sample, of any size and colour mode: 16 bits become 8, and what is transparent is white."""
+    """One image file per sample, of any size and colour mode: 16 bits become 8, and transparency becomes white."""
 
     paths: tuple[str, ...]
 
@@ -131,12 +131,12 @@ class ImageFiles:
             why = f"cannot be read ({error_text(error)}); replace the file"
             raise InputError(f"image file '{path}': {why}") from error
         if mode in _UNKNOWN_RANGE:
-            why = f"has 32-bit numbers (Pillow's mode {mode}), whose black and white are not known; save it with 8 bits"
+            why = f"has 32-bit numbers (Pillow's mode {mode}) of unknown range; save it with 8 bits"
             raise InputError(f"image file '{path}': {why}")
         return pixels
 
     def describe(self) -> str:
-        """What the images are by their headers, of some files that are evenly chosen: nothing is decoded."""
+        """The kinds of images, by the headers of some files, evenly chosen: nothing is decoded."""
         from PIL import Image
 
         sampled = self.paths[:: -(-len(self.paths) // _DESCRIBED_FILES)]
@@ -149,28 +149,28 @@ class ImageFiles:
             ):  # refused when read
                 form = _MODE_NAMES.get(image.mode[:4], image.mode)  # without the order of bytes
                 forms[f"{form} drawn on white" if image.has_transparency_data else form] += 1
-                turned += image.getexif().get(_ORIENTATION) in range(2, 9)  # others are no orientations
+                turned += image.getexif().get(_ORIENTATION) in range(2, 9)  # no other value is an orientation
         count = f"{len(sampled):,} of {len(self.paths):,}" if len(sampled) < len(self.paths) else f"{len(sampled):,}"
         kinds = ", ".join(f"{form} {number:,}" for form, number in forms.most_common())
         return f"{count} files: {kinds}" + (f"; {turned:,} turned by their tag" if turned else "")
 
 
 def header_fault(path: str, *, mask: bool = False) -> str:
-    """Why an image file, or a mask, cannot be read, as far as its header tells; "" if it tells nothing."""
+    """Why an image file, or a mask, cannot be read, as far as its header shows; "" if it shows no fault."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with open_regular(Path(path)) as file, Image.open(file, formats=_FORMATS) as image:
             return "" if mask or image.mode not in _UNKNOWN_RANGE else f"32-bit numbers (Pillow's mode {image.mode})"
     except UnidentifiedImageError:
-        return "no image" if os.path.getsize(path) else "empty"
+        return "not an image" if os.path.getsize(path) else "empty"
     except Exception as error:  # as in `ImageFiles`
         return error_text(error)
 
 
 @contextmanager
 def open_image(path: str) -> "Iterator[Image]":
-    """An image file, turned as its EXIF tag says. Raises whatever Pillow raises for damaged bytes."""
+    """An image file, turned by its EXIF tag. Raises whatever Pillow raises for damaged bytes."""
     from PIL import Image, ImageOps
 
     with open_regular(Path(path)) as file, Image.open(file, formats=_FORMATS) as image:
@@ -179,8 +179,8 @@ def open_image(path: str) -> "Iterator[Image]":
 
 
 def is_image(path: str, skipped: Counter[str]) -> bool:
-    """Whether a file is a picture that is not hidden, by its name; a file without an ending is looked into. One that is
-    neither hidden nor a picture is counted in `skipped`, by its ending."""
+    """Whether a file is an image that is not hidden, by its name; a file without an ending is opened. A file that is
+    neither hidden nor an image is counted in `skipped`, by its ending."""
     name = os.path.basename(path)  # a Path would take most of the time of listing a million files
     if name.startswith("."):
         return False
@@ -260,7 +260,7 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits
 
 
 def read_random_images(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
-    """Random images with random targets, for speed and memory experiments: the speed tables need no data set."""
+    """Random images with random targets, for speed and memory experiments: speed tables need no data set."""
 
     def split(setting: str, count: int | None) -> Samples:
         assert count, setting
@@ -272,14 +272,14 @@ def read_random_images(dataset: ImagesConfig, seed: int) -> Splits[Samples]:
 
 
 def read_image_folder(root: Path, dataset: ImagesConfig, seed: int) -> Splits[Samples]:
-    """The user's images in root/train and so on (see `split_names`) or, with a share `dataset.test`, in root itself, of
-    which `seed` chooses that share as the test set. Raises InputError as `read_folders`."""
+    """The user's images in root/train and so on (see `split_names`) or, with a fraction `dataset.test`, in root itself,
+    of which `seed` chooses that fraction as the test set. Raises the errors of `read_folders`."""
     expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/test/<class>/*.jpg' (or '{root}/val')"
     if dataset.test is None:
         expected += ", or '<class>/*.jpg' alone with dataset.test=0.2"
         return Splits(*read_folders(root, expected, *split_names(root, dataset.validation)))
     if (root / "train").is_dir():
-        why = f"'{root}' has a folder train, beside which root/test or root/val is the test set"
+        why = f"'{root}' has a folder train, so root/test or root/val is the test set"
         raise InvalidSettingError("dataset.test", dataset.test, f"{why}; use dataset.test=null")
     (everything,) = read_folders(root, f"expected '{root}/<class>/*.jpg'", "")
     return Splits(*everything.split_off("dataset.test", dataset.test, seed))

@@ -1,6 +1,6 @@
-"""The splits of a data set: training, test and, if asked for, a validation set, which chooses the best weights.
+"""The splits of a data set: training, test and optionally a validation set, which chooses the best weights.
 
-The paper does not say on what its checkpoints were chosen. Chosen on the test set, a score is too high.
+The paper does not tell on what its checkpoints were chosen. Chosen on the test set, a score is too high.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,8 +37,8 @@ class Splits(NamedTuple, Generic[T]):
 
 
 def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """The indices, int64 and ascending, of the samples that stay in a set, and of those that `setting` takes out of it:
-    the `share` of each stratum, as nearly as whole samples allow, but never all of it.
+    """The indices, int64 and ascending, of the samples that stay in a set, and of those that `setting` takes out: the
+    fraction `share` of each stratum, as nearly as whole samples allow, but never all of it.
 
     strata: int64 (n,), the stratum of each sample, such as its class. seed: of the run; another setting draws other
     samples. Raises InvalidSettingError if no sample is taken.
@@ -53,7 +53,7 @@ def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tenso
     held_out[by_stratum] = rank < quotas.minimum((sizes - 1).clamp(min=0))[strata[by_stratum]]
     if not held_out.any():
         why = f"that is less than one of {len(strata)} samples"
-        raise InvalidSettingError(setting, share, f"{why}; use a larger share, or {setting}=null")
+        raise InvalidSettingError(setting, share, f"{why}; use a larger fraction, or {setting}=null")
     return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
 
 
@@ -64,14 +64,14 @@ def split_names(root: Path, validation: object = None, suffix: str = "") -> list
     """The names of the folders, or with `suffix` of the files, in `root` that hold the training, the test and, if
     `validation` asks for its folder, the validation set. Without `test`, `val` holds the test set.
 
-    Raises InvalidSettingError if there is no validation set, or it would be the test set, too.
+    Raises InvalidSettingError if there is no validation set, or it would also be the test set.
     """
     has = {name: (root / f"{name}{suffix}").exists() for name in ("test", VALIDATION_NAME)}
     if validation == VALIDATION_NAME:
         for name in has:
             if not has[name]:
                 why = f"'{root / name}{suffix}' is not there, and the test set cannot be the validation set"
-                use = "add it, or use a share of the training set, dataset.validation=0.1"
+                use = "add it, or use a fraction of the training set, dataset.validation=0.1"
                 raise InvalidSettingError("dataset.validation", validation, f"{why}; {use}")
         return ["train", "test", VALIDATION_NAME]
     return ["train", VALIDATION_NAME if has[VALIDATION_NAME] and not has["test"] else "test"]

@@ -76,7 +76,7 @@ class TextSplit:
 def open_documents(
     documents: Splits[Documents], dataset: TextConfig, length: int, saved_model: bytes | None = None
 ) -> Splits[TextSplit]:
-    """Take the tokenizer or the vocabulary of `saved_model`, or learn a vocabulary from the training documents; encode
+    """Take the tokenizer, or the vocabulary `saved_model`, or learn a vocabulary from the training documents; encode
     each split. Raises InputError."""
     cache = cache_folder(dataset.cache)
     if dataset.tokenizer is not None:
@@ -158,8 +158,8 @@ def open_text(
     """The splits of a data set.
 
     length: tokens of a window, or at most of a source or a target. seed: chooses the validation set, and the tokens of
-    `synthetic_text`; pairs: whether that has pairs. pieces: the vocabulary of an earlier run, as SentencePiece stores
-    it, which is used instead of learning another.
+    `synthetic_text`; pairs: whether that has pairs. saved_model: the vocabulary of an earlier run, as SentencePiece
+    stores it, which is used instead of learning another.
 
     Raises InputError for missing, empty or damaged data, and settings that do not fit it.
     """
@@ -187,7 +187,7 @@ def open_text(
 
 def _make_synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) -> Splits[SyntheticText]:
     counts = {"train_samples": dataset.train_samples or 0, "test_samples": dataset.test_samples or 0}
-    if isinstance(dataset.validation, float):  # as all samples are alike, any others will do
+    if isinstance(dataset.validation, float):  # any other samples will do: all are alike
         kept, held_out = divide(
             torch.zeros(counts["train_samples"], dtype=torch.int64), _VALIDATION_SETTING, dataset.validation, seed
         )
@@ -201,7 +201,7 @@ def _make_synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) ->
 
 
 def _split_off_windows(splits: Splits[TextSplit], share: float, seed: int) -> Splits[TextSplit]:
-    """The `share` of the training windows becomes the validation set. Raises InvalidSettingError if that is none."""
+    """A fraction `share` of the training windows becomes the validation set. Raises InvalidSettingError for none."""
     training = splits.training
     kept, held_out = divide(
         torch.zeros(training.split_index.samples, dtype=torch.int64), _VALIDATION_SETTING, share, seed
@@ -210,8 +210,8 @@ def _split_off_windows(splits: Splits[TextSplit], share: float, seed: int) -> Sp
 
 
 def _split_off_pairs(pairs: Splits[Pairs], share: float, seed: int) -> Splits[Pairs]:
-    """The pairs of the `share` of the targets become the validation set, so that no target is in both sets. Raises
-    InvalidSettingError if that is none."""
+    """The pairs of a fraction `share` of the targets become the validation set, so that no target is in both sets.
+    Raises InvalidSettingError if it is empty."""
     training = pairs.training
     numbers: dict[str, int] = {}
     of_pair = torch.tensor([numbers.setdefault(target, len(numbers)) for target in training.references])
@@ -222,7 +222,7 @@ def _split_off_pairs(pairs: Splits[Pairs], share: float, seed: int) -> Splits[Pa
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:
     """The test perplexity of a model that knows only the tokens' counts in training (plus 1): the baseline that a
-    model must beat to have learned anything from their order."""
+    model beats once it has learned anything from their order."""
     counts = torch.bincount(train.predicted_tokens(), minlength=train.vocabulary.size).double() + 1
     surprise = -(counts / counts.sum()).log()[test.predicted_tokens()]
     return float(surprise.mean().exp())

@@ -1,7 +1,7 @@
 """Sentence pairs for a translation model (paper, Section 5): tokens for the encoder, the decoder and the loss.
 
 One vocabulary serves all languages and both sides. The first token of a source names the language to translate into,
-as in the group's multilingual papers; the GPipe paper itself does not say.
+as in the group's multilingual papers; the GPipe paper does not specify it.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class PairSplit:
     sources: RaggedTokens  # [target language] + pieces + [end]
     targets: RaggedTokens  # pieces + [end]; the decoder sees [begin] + pieces
     vocabulary: SentencePieceTokenizer
-    dropped: int = 0  # pairs that were left out because they are too long for the model
+    dropped: int = 0  # pairs that are too long for the model
 
     @cached_property
     def split_index(self) -> SplitIndex:
@@ -92,10 +92,10 @@ class PairSplit:
 def open_pairs(
     pairs: Splits[Pairs], dataset: TextConfig, length: int, saved_model: bytes | None = None
 ) -> Splits[PairSplit]:
-    """Learn the vocabulary from both sides of the training pairs, or take that of `saved_model`, and encode each split.
+    """Learn the vocabulary from both sides of the training pairs, or take `saved_model`, and encode each split.
 
-    length: the most tokens of a source or a target that the model takes, special ones included. Raises InputError for
-    longer pairs, or with `dataset.drop_long` leaves them out and raises InputError if none is left.
+    length: the most tokens of a source or a target that the model takes, including special tokens. Raises InputError
+    for longer pairs; with `dataset.drop_long` drops them and raises InputError if none remains.
     """
     cache = cache_folder(dataset.cache)
     # Each text once: in a corpus of many languages the same English sentence occurs once per language.

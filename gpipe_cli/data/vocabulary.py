@@ -5,9 +5,9 @@ part of the model: the embedding and the softmax have a row for each piece.
 
 * ids 0 to 3 are padding, begin, end and unknown; symbols such as `<2en>` follow; then 256 bytes, then the pieces.
 * Byte pieces cost 256 ids and make unknown tokens impossible: with some 300 languages, some character is always new,
-  and a perplexity that counts unknown tokens is comparable with no other.
-* Text is not normalized, so that decoding restores it exactly (only U+2581, SentencePiece's own mark of a space, comes
-  back as a space).
+  and a perplexity that counts unknown tokens cannot be compared.
+* Text is not normalized, so that decoding restores it exactly (only U+2581, SentencePiece's mark of a space, becomes a
+  space).
 """
 
 import io
@@ -26,9 +26,9 @@ PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
 """In targets: nothing to predict here. The number is the default of torch's cross-entropy."""
 
-_SPECIAL = 4 + 256 + 1  # ids that are no characters, and SentencePiece's mark of a space
+_SPECIAL = 4 + 256 + 1  # ids that are not characters, and SentencePiece's mark of a space
 _MAX_LINES = 1_000_000  # lines to learn from, evenly spaced; more teach the pieces nothing new
-_MIN_COVERAGE = 0.98  # SentencePiece takes no less
+_MIN_COVERAGE = 0.98  # SentencePiece's minimum
 _MAX_CHARACTERS = 1000  # of a line; SentencePiece silently skips lines of more than 4192 bytes
 
 
@@ -36,7 +36,7 @@ class SentencePieceTokenizer:
     """The mapping between text and token ids. model: the content of SentencePiece's model file."""
 
     end = END
-    mask = UNKNOWN  # which no text has, as there is a piece for each byte
+    mask = UNKNOWN  # no text encodes to it, as each byte has a piece
 
     def __init__(self, model: bytes) -> None:
         self.model = model
@@ -79,11 +79,10 @@ def make_tokenizer(
     a new vocabulary, learned from other text, every id would mean something else.
 
     symbols: such as `<2en>`, with ids that no text encodes to. add_dummy_prefix: put a space before each text, so that
-        its
-    first word is the same piece as elsewhere; wrong for lines of a longer text, whose spaces are to be predicted.
+    its first word is the same piece as elsewhere; wrong for lines of a longer text, whose spaces are to be predicted.
 
-    Raises InputError for a size that is too small for the texts, for `saved_model` that are damaged, have more ids or
-    lack a symbol, and if the cache cannot be written.
+    Raises InputError for a size that is too small for the texts, for a `saved_model` that is damaged, has more ids or
+    lacks a symbol, and if the cache cannot be written.
     """
     if saved_model is not None:
         vocabulary = SentencePieceTokenizer(saved_model)
@@ -92,14 +91,14 @@ def make_tokenizer(
         except RuntimeError:
             stored_size = 0
         if stored_size == 0:
-            raise InputError("vocabulary.model: that of the earlier run is damaged; put it back, or train anew")
+            raise InputError("vocabulary.model: the earlier run's file is damaged; put it back, or train again")
         if stored_size > size:
             why = f"the vocabulary of that run has {stored_size} ids; use dataset.vocabulary={stored_size}"
             raise InvalidSettingError("dataset.vocabulary", size, why)
         if missing_symbols := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
             languages = ", ".join(symbol[2:-1] for symbol in missing_symbols[:4])
             why = f"the pairs translate into languages that the vocabulary of that run does not know ({languages})"
-            raise InputError(f"dataset.root: {why}; leave them out, or train from the beginning")
+            raise InputError(f"dataset.root: {why}; remove them, or train from the beginning")
         return vocabulary
     import sentencepiece
 

@@ -63,7 +63,7 @@ class Stop(IntEnum):
     NONE = 0
     REQUEST_FILE = 1  # the user has asked for it
     UNREADABLE = 2  # the next mini-batch cannot be read
-    SIGPIPE_EXIT = 3  # a mini-batch of an evaluation could not be read, so its scores mean nothing
+    EVALUATION_UNREADABLE = 3  # so that its scores mean nothing
 
 
 class ControlGroup:

@@ -1,14 +1,14 @@
 """AmoebaNet-B and AmoebaNet-D (Sections 3 to 5 of the paper; Real et al. 2018) as a sequence of named layers.
 
 The paper trains D for its scaling tables and B for ImageNet, and writes AmoebaNet-D (L, D): L normal cells, D filters
-in the first stack. It does not describe the network any further; the layout here is that of the TPU reference
+in the first stack. It does not describe the network any further; the layout here is the TPU reference's
 (tensorflow/tpu, models/official/amoeba_net: model_builder.py, network_utils.py, and model_specs.py for the wiring of
 the cells). With it, B (18, 512) has the 557M parameters that the paper reports.
 
     stem  stem_reduction_0  stem_reduction_1  cell_00 ... reduction_0 ... reduction_1 ... classifier
 
-The reductions stand before the normal cells L // 3 and 2 L // 3; each doubles the filters. Each cell passes on the
-tuple (current, previous): its own output and that of the cell before it. After the auxiliary head the tuple has a third
+The reductions come before the normal cells L // 3 and 2 L // 3; each doubles the filters. Each cell passes on the
+tuple (current, previous): its output and the output of the cell before. After the auxiliary head the tuple has a third
 element, the head's logits.
 """
 
@@ -150,7 +150,7 @@ class Cell(nn.Module):
         self.current = amoebanet_ops.convolution(current.channels, filters, norm)
         self.previous = _match_previous(previous, filters, current.size, norm)
         channels = [filters, current.channels if previous is None else filters] + [filters] * len(genotype.pairs)
-        self.amoebanet_ops = nn.ModuleList(
+        self.operations = nn.ModuleList(
             amoebanet_ops.make_operation(name, channels[state], filters, stride if state < 2 else 1, norm)
             for pair in genotype.pairs
             for name, state in pair
@@ -165,7 +165,7 @@ class Cell(nn.Module):
         current, previous, *auxiliary = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         states = [self.current(F.relu(current)), self.previous(previous)]
         rectified: dict[int, Tensor] = {}
-        remaining = iter(self.amoebanet_ops)
+        remaining = iter(self.operations)
         for pair in self.genotype.pairs:
             results = []
             for name, state in pair:
@@ -182,7 +182,7 @@ class Cell(nn.Module):
 
 
 def _match_previous(previous: FeatureMap | None, filters: int, size: int, norm: amoebanet_ops.Norm) -> nn.Module:
-    """Brings `previous` to `filters` channels of `size` x `size` pixels; starts with ReLU unless it is the identity."""
+    """Maps `previous` to `filters` channels of `size` x `size` pixels; starts with ReLU unless it is the identity."""
     if previous is None or previous == (filters, size):  # the first cell reads the stem, whatever its channels
         return nn.Identity()
     if previous.size != size:

@@ -132,7 +132,7 @@ class PreActivated(nn.Sequential):
     read it, and keeps a single tensor for the backward."""
 
 
-# In place behind a batch norm: nothing else reads the norm's output, and its own backward needs its input only.
+# In place after a batch norm: nothing else reads the norm's output, and its backward needs only its input.
 relu_after_norm = partial(nn.ReLU, inplace=True)
 
 
@@ -168,7 +168,7 @@ def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, 
 def make_operation(name: str, in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Module:
     """An operation of a genotype, (N, in, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
 
-    An `PreActivated` expects its input rectified; every other module takes the state as it is.
+    A `PreActivated` expects its input rectified; every other module takes the state as it is.
     """
     match name:
         case "identity" if in_channels == out_channels:

@@ -1,4 +1,4 @@
-"""A network of the user's own: any function that returns a sequence of layers. The paper pipelines any such sequence.
+"""A user's network: any function that returns a sequence of layers. The paper pipelines any such sequence.
 
 The function is named as `package.module:function` and found from the current directory, as `python -m` finds modules.
 """
@@ -24,8 +24,8 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
 
     The current directory is put in front of Python's search path and stays there, for modules imported later.
 
-    Raises InvalidSettingError if there is no such function, if it does not take the arguments, if what it returns
-    cannot be a pipeline, or if it fails on the meta device. Its exceptions on other devices are passed on.
+    Raises InvalidSettingError if there is no such function, if it does not take the arguments, if its result cannot be
+    a pipeline, or if it fails on the meta device. Its exceptions on other devices are passed on.
     """
     function = _find(target)
     signature = inspect.signature(function)
@@ -64,7 +64,7 @@ def _find(target: str) -> Any:
         raise InvalidSettingError(TARGET, target, f"{where}; run the command where it is, or install it") from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
         why = f"{module_name} cannot be imported ({describe_error(error)})"
-        raise InvalidSettingError(TARGET, target, f"{why}; see what `python -c 'import {module_name}'` says") from error
+        raise InvalidSettingError(TARGET, target, f"{why}; try `python -c 'import {module_name}'`") from error
     function = getattr(module, name, None)
     if not callable(function):
         where = f"{module_name} ({module.__file__})"
@@ -75,18 +75,18 @@ def _find(target: str) -> Any:
 
 
 def why_not_sequential(model: Any) -> str:
-    """Why a model cannot be a pipeline: it is no plain sequence, has a module at two places, of which only the first
-    would be run, has no shapes yet, or nothing to train; else ""."""
+    """Why a model cannot be a pipeline: it is not a plain sequence, has a module in two places, of which only the first
+    would be run, has no shapes yet, or nothing to train; otherwise ""."""
     kind = type(model).__name__
     if not isinstance(model, nn.Sequential):
-        return f"is an object of type {kind}, and no nn.Sequential, whose children are the layers"
+        return f"is an object of type {kind}, not an nn.Sequential, whose children are the layers"
     extras = [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
     if type(model).forward not in (nn.Sequential.forward, SkipSequential.forward) or "forward" in vars(model):
         extras.append("a forward")
     if any((model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)):
         extras.append("hooks")
     if extras:
-        why = f"the {kind} has {extras[0]} of its own, and a pipeline runs the layers only"
+        why = f"the {kind} has {extras[0]}, and a pipeline runs only the layers"
         return f"{why}; put that into one of the layers"
     places: dict[nn.Module, str] = {}
     for name, layer in model._modules.items():  # `named_children` skips duplicates

@@ -1,18 +1,18 @@
 """Models of Hugging Face's transformers as chains: the paper's claim that any network that is a sequence of layers can
 be partitioned (section 1), for the models of today.
 
-transformers runs all blocks in a loop inside a single forward. Here each block is a layer, made of the model's own
-modules, and what the loop hands to all of them, masks and tables of positions, is computed in every layer anew by the
-model's own functions: only hidden states travel. The chain computes what the model computes, bit for bit.
+transformers runs all blocks in a loop within a single forward. Here each block is a layer, made of the model's modules,
+and the arguments that the loop passes to all of them, masks and tables of positions, are computed in every layer by the
+model's functions: only hidden states are sent. The chain's results are the model's, bit for bit.
 
     text, images   embedding  block_000 ... block_{L-1}  head
     translation    embedding  encoder_000 ... encoder_norm  target_embedding  decoder_000 ... head
 
-The whole model exists on the meta device only. A layer sets its own values, from the files beside config.json or by
-transformers' own initialisation (`hugging_face_weights.py`). A tied weight is a single parameter of several layers.
+The whole model exists only on the meta device. A layer sets its values, from the files next to config.json or by
+transformers' initialisation (`hugging_face_weights.py`). A tied weight is a single parameter of several layers.
 
 transformers describes where a model can be cut (`base_model_pp_plan`), but not what its forward does between the parts:
-some families scale embeddings or logits there. So each family is listed here once it has been compared.
+some families scale embeddings or logits there. So a family is listed here once its results have been compared.
 """
 
 import re
@@ -59,9 +59,9 @@ LANGUAGE_MODELS = {
 MASKED_LANGUAGE_MODELS = ("bert",)
 IMAGE_CLASSIFIERS = ("vit",)
 TRANSLATION_MODELS = ("t5",)
-ADAPTABLE_CLASSES = ("Linear", "Conv1D")  # classes of modules that adapters are for
+ADAPTABLE_CLASSES = ("Linear", "Conv1D")  # classes of modules that can have adapters
 _VARYING_TABLES = ("dynamic", "longrope")  # rotary tables that change with the longest sequence seen
-# Keys of config.json that transformers takes as they are, and then divides by, or makes tensors of.
+# Keys of config.json that transformers takes unchecked, and then divides by or makes tensors of.
 _POSITIVE_KEYS = re.compile(
     r"[nd]_\w+|num_((attention|key_value)_)?heads|num_((hidden|decoder)_)?layers|num_channels|head_dim|"
     r"(hidden|intermediate|patch|vocab|type_vocab)_size|max_position_embeddings|relative_attention_\w+"
@@ -75,8 +75,8 @@ class ModelSource:
     """Where a model comes from.
 
     name: a folder with config.json, or a name on the hub. pretrained: initial values come from the safetensors files
-    beside config.json. config: replaces settings of config.json. attention: transformers' implementation, "eager" or
-    "sdpa". lora: adapters that are trained in place of the weights.
+    next to config.json. config: replaces settings of config.json. attention: transformers' implementation, "eager" or
+    "sdpa". lora: adapters that are trained instead of the weights.
     """
 
     name: str
@@ -89,13 +89,13 @@ class ModelSource:
 def language_model(source: ModelSource, *, vocabulary: int, length: int) -> nn.Sequential:
     """A causal language model: tokens (N, S), int64 -> logits (N, S, tokens of the model).
 
-    As all functions here, it is for the meta device; the layers then have `initialise_weights`.
+    Like all functions here, it is for the meta device; the layers then have `initialise_weights`.
 
     Args:
-        vocabulary: token ids of the data, at most those of the model.
-        length: the largest S, at most the positions that the model has.
+        vocabulary: number of the data's token ids, at most the model's.
+        length: the largest S, at most the model's positions.
 
-    Raises InputError for a configuration that cannot be read, a family that is no chain here, and data that do not fit.
+    Raises InputError for a configuration that cannot be read, a family without a chain, and data that does not fit.
     """
     settings = _settings(source, [*LANGUAGE_MODELS], "text")
     _check_text_fits(source, settings, vocabulary, length)
@@ -131,7 +131,7 @@ def image_classifier(source: ModelSource, *, num_classes: int, image_size: int) 
     """A vision Transformer: images (N, 3, S, S) -> logits (N, num_classes). A pretrained classifier for another number
     of classes is not loaded.
 
-    image_size: S, pixels, which must be those of config.json. Otherwise as `language_model`.
+    image_size: S, pixels, as in config.json. Otherwise as `language_model`.
     """
     settings = _settings(source, IMAGE_CLASSIFIERS, "images")
     if settings.image_size not in (image_size, [image_size] * 2, (image_size,) * 2):
@@ -152,12 +152,12 @@ def translation_model(source: ModelSource, *, vocabulary: int, length: int, pad:
     """An encoder and a decoder: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, tokens).
 
     In transformers the first block of each stack makes the biases of relative positions, and the others get them. Here
-    every block makes them, from a table that all blocks of a stack share: a few numbers, summed once a step, in place
-    of (heads, S, S) for each micro-batch and boundary, in both directions. The outputs are bit-identical; the table's
-    gradient is added up in another order.
+    every block makes them, from a table that all blocks of a stack share: its few numbers are summed once per step,
+    instead of sending (heads, S, S) for each micro-batch and boundary, in both directions. The outputs are
+    bit-identical; the table's gradient is summed in another order.
 
-    T5 v1.1 and Flan-T5 say tie_word_embeddings=false and have logits of their own in their files. transformers unties
-    them once it has seen the files, here the setting does.
+    T5 v1.1 and Flan-T5 have tie_word_embeddings=false and separate logits in their files. transformers unties them once
+    it has read the files, here the setting does.
 
     pad: id of the data's padding token; padded positions of the source are masked. Otherwise as `language_model`.
     """
@@ -183,13 +183,13 @@ def translation_model(source: ModelSource, *, vocabulary: int, length: int, pad:
 
 
 def is_masked(source: ModelSource) -> bool:
-    """Whether a model of text predicts masked tokens, not the next ones. Raises as `read_config`."""
+    """Whether a model of text predicts masked tokens, not the next ones. Raises the errors of `read_config`."""
     return read_config(source).model_type in MASKED_LANGUAGE_MODELS
 
 
 def read_config(source: ModelSource) -> Any:
-    """A model's PretrainedConfig. Raises InvalidSettingError if it cannot be had, has values of which no model can be
-    made, or has no such setting as `source.config` replaces. No code of a folder or of the hub is run."""
+    """A model's PretrainedConfig. Raises InvalidSettingError if it cannot be read, has values of which no model can be
+    made, or lacks a setting that `source.config` replaces. No code of a folder or of the hub is run."""
     try:
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, PreTrainedConfig, logging
@@ -232,7 +232,7 @@ def _config_error(source: ModelSource, what: str) -> InvalidSettingError:
 
 
 def _violated_rule(key: str, value: Any) -> str:
-    """What a key of config.json must be, if `value` is not; only what transformers would refuse without naming it."""
+    """What a key of config.json must be, if `value` is not; only for keys that transformers' errors do not name."""
     if _POSITIVE_KEYS.fullmatch(key) and isinstance(value, int) and value < 1:
         return "1 or more"
     if key == "head_dim" and isinstance(value, int) and value % 2:
@@ -247,8 +247,8 @@ def _violated_rule(key: str, value: Any) -> str:
 
 
 def _check_heads(source: ModelSource, settings: Any, *, given: bool) -> None:
-    """Raise InvalidSettingError where the heads cannot share the model's width, or keys and values. `given`: the width
-    of a head is given, and need not divide that of the model."""
+    """Raise InvalidSettingError if the heads cannot share the model's width, or keys and values. `given`: the width of
+    a head is given, and need not divide the model's."""
     width, heads = (settings.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
     pairs = [] if given or hasattr(settings, "d_kv") else [(width, heads)]
     if getattr(settings, "num_key_value_heads", None) is not None:
@@ -279,7 +279,7 @@ def _check_text_fits(source: ModelSource, settings: Any, vocabulary: int, length
 
 
 def _mask(settings: Any, index: int) -> Mask:
-    """What block number `index` of a causal language model may see."""
+    """The attention mask of block `index` of a causal language model."""
     match settings.model_type:
         case "mistral" | "phi3":
             slides = settings.sliding_window is not None
@@ -312,7 +312,7 @@ def _build_on_meta(source: ModelSource, settings: Any, auto: str, classifier: st
 
 
 def _add_adapters(model: Any, lora: LoraConfig) -> None:
-    """Put peft's adapters into the model; they alone are trained."""
+    """Put peft's adapters into the model; only they are trained."""
     try:
         from peft import LoraConfig as Adapters
         from peft import inject_adapter_in_model
@@ -337,8 +337,8 @@ def _add_adapters(model: Any, lora: LoraConfig) -> None:
 
 
 def _share_tables(model: Any) -> dict[str, str]:
-    """Give every block the table of relative positions that the first block of its stack has; returns the names of the
-    new parameters, with those of their owners."""
+    """Give every block the table of relative positions of the first block of its stack; returns the names of the new
+    parameters -> the names of their owners."""
     tied = {}
     for stack in ("encoder", "decoder"):
         (first, owner), *others = (
@@ -364,6 +364,6 @@ def _as_sequential(source: ModelSource, model: nn.Module, layers: Mapping[str, n
     forgotten = [name for name, parameter in model.named_parameters() if id(parameter) not in parameters]
     forgotten += [name for name, _ in model.named_buffers() if name not in buffers]
     if forgotten:
-        why = f"has tensors that the chain of its family does not know, such as {forgotten[0]}"
+        why = f"has tensors that the chain of its family lacks, such as {forgotten[0]}"
         raise InvalidSettingError("model.name", source.name, f"{why}; use another model of the family")
     return sequence

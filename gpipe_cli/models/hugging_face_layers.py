@@ -1,5 +1,5 @@
-"""The layers that models of transformers are cut into. Each holds modules of the model at the paths they have there,
-and does with them what the model's own forward does between two blocks.
+"""The layers that models of transformers are cut into. Each holds modules of the model at their paths in it, and does
+with them what the model's forward does between two blocks.
 
 Layers of a translation model exchange, like those of `transformer_nmt`, the tuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_cli.models.hugging_face_weights import InitialValues
 from gpipe_cli.models.paths import add_submodule_at
 
-Mask = Literal["causal", "sliding", "bidirectional"]  # what a block's positions see of their own sequence
+Mask = Literal["causal", "sliding", "bidirectional"]  # which positions of its sequence a position attends to
 Tensors = tuple[Tensor, ...]
 
 
@@ -35,7 +35,7 @@ class HFLayer(nn.Module):
         self.initial.set(self)
 
     def reads(self) -> tuple[tuple[object, ...], list[object]]:
-        """What the forward reads, and the configurations in that: equal blocks differ in their paths only."""
+        """What the forward reads, and the configurations in that: equal blocks differ only in their paths."""
         configurations = [config for part in self.modules() if (config := vars(part).get("config")) is not None]
         return (type(self), self.training, *map(self.get_submodule, self.paths)), configurations
 
@@ -46,8 +46,8 @@ class HFLayer(nn.Module):
 
 
 class TokenEmbedding(HFLayer):
-    """Tokens (N, S) -> hidden states (N, S, width). `paths`: the tokens' embedding; where positions have an
-    embedding, too, that and a dropout."""
+    """Tokens (N, S) -> hidden states (N, S, width). `paths`: the tokens' embedding; if positions are also embedded,
+    that and a dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         embed_tokens, *others = map(self.get_submodule, self.paths)
@@ -86,7 +86,7 @@ class Block(HFLayer):
         return _hidden_states_of(block(x, attention_mask=self._self_attention_mask(x, padding), **settings))
 
     def _self_attention_mask(self, hidden: Tensor, padding: Tensor | None = None) -> Any:
-        """The mask of attention to a block's own sequence, made as the model's own forward makes it."""
+        """The mask of a block's self-attention, made as in the model's forward."""
         from transformers import masking_utils as masks
 
         arguments = {"config": self._config, "inputs_embeds": hidden, "attention_mask": padding}
@@ -175,7 +175,7 @@ class DecoderBlock(Block):
 
 class TranslationHead(HFLayer):
     """The decoder's last norm and the logits: (N, T, width) -> (N, T, tokens). `scaled`: hidden states are divided by
-    sqrt(width) first, as a softmax needs it that has the embedding's matrix."""
+    sqrt(width) before, for a softmax that shares the embedding's matrix."""
 
     def __init__(self, model: Any, initial: InitialValues, paths: Sequence[str], scaled: bool) -> None:
         super().__init__(model, initial, paths)

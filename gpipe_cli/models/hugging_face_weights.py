@@ -1,7 +1,7 @@
 """Initial values of the layers of a model of transformers: each layer sets its own, so that no process needs them all.
 
-Pretrained values lie beside config.json, in a safetensors file, or in several with an index. A layer reads its own
-tensors by name and nothing else. Names in old files differ from those in the model; transformers knows the renamings.
+Pretrained values are next to config.json, in a safetensors file, or in several with an index. A layer reads only its
+tensors, by name. Names in old files differ from the model's; transformers knows the renamings.
 """
 
 import copy
@@ -23,9 +23,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Weights:
-    """The tensors of a model's files, by the names that they have in the model.
+    """The tensors of a model's files, by their names in the model.
 
-    name: a folder, or a name on the hub. classifier: a module of the model that is taken only if it fits, "" for none.
+    name: a folder, or a name on the hub. classifier: a module of the model that is loaded only if it fits, "" for none.
     """
 
     def __init__(self, name: str, model: Any, classifier: str = "") -> None:
@@ -40,7 +40,7 @@ class Weights:
     def read(self, like: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
         """Values for the tensors in `like`, without the classifier's if any of these has another shape.
 
-        tied: name of a tied weight -> that of its owner; a file may have either, or both if they are equal. Raises
+        tied: name of a tied weight -> its owner's name; a file may have either, or both if they are equal. Raises
         InputError if a file cannot be read, lacks a tensor, or has it in another shape.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
@@ -72,7 +72,7 @@ class Weights:
         file, stored_name = self._tensor_locations[name]
         if stored_shape != shape:
             why = f"{file} of {self.name} has {stored_name} of shape {stored_shape}, and the model {shape}"
-            raise InvalidSettingError("model.pretrained", True, f"{why}; use the settings of its own config.json")
+            raise InvalidSettingError("model.pretrained", True, f"{why}; use the settings of its config.json")
         with self._open(file) as tensors:
             tensor: Tensor = tensors.get_tensor(stored_name)
             return tensor
@@ -86,7 +86,7 @@ class Weights:
             try:
                 files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{index}: is no index of files ({describe_error(error)}); fetch it anew") from error
+                raise InputError(f"{index}: not an index of files ({describe_error(error)}); fetch it again") from error
         else:
             with self._open(SINGLE) as tensors:
                 files = dict.fromkeys(tensors.keys(), SINGLE)
@@ -106,7 +106,7 @@ class Weights:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise InputError(
-                f"{path}: cannot be read as safetensors ({describe_error(error)}); fetch it anew"
+                f"{path}: cannot be read as safetensors ({describe_error(error)}); fetch it again"
             ) from error
 
 
@@ -116,20 +116,20 @@ def adapters_in(layer: nn.Module) -> Iterator[Any]:
 
 
 def _without_adapters(layer: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a layer, or of several, by the names that they have without the adapters of peft."""
+    """The tensors of a layer, or of several, by their names without peft's adapters."""
     named = layer.state_dict(keep_vars=True).items()
     return {name.replace(".base_layer.", "."): tensor for name, tensor in named if ".lora_" not in name}
 
 
 def find_file(name: str, file: str) -> Path | None:
-    """A file in a folder or on the hub, None if there is none. Raises InvalidSettingError if that cannot be told."""
+    """A file in a folder or on the hub, None if there is none. Raises InvalidSettingError for any other failure."""
     from transformers.utils import cached_file
 
     # a process that needs a file of the hub fetches it, once for all processes of a machine
     try:
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except Exception as error:  # whatever the hub's client and the libraries below it raise
-        why = f"{file} of {name} cannot be had here ({describe_error(error).partition('; ')[0]})"
+        why = f"{file} of {name} cannot be loaded ({describe_error(error).partition('; ')[0]})"
         use = "give a folder that has it as model.name, or use model.pretrained=false"
         raise InvalidSettingError("model.pretrained", True, f"{why}; {use}") from error
     return None if path is None else Path(path)
@@ -139,7 +139,7 @@ def find_file(name: str, file: str) -> Path | None:
 class InitialValues:
     """How the layers of a model get their values.
 
-    initialiser: has transformers' `_init_weights` for the model. tied: name of a tied parameter -> that of its owner.
+    initialiser: has transformers' `_init_weights` for the model. tied: name of a tied parameter -> its owner's name.
     weights: None if values are drawn.
     """
 
@@ -162,7 +162,7 @@ class InitialValues:
         return replace(self, tied={tied: owner for tied, owner in self.tied.items() if tied != name})
 
     def set(self, layer: nn.Module) -> None:
-        """Set all parameters and buffers of a layer, whose modules have the paths that they have in the model.
+        """Set all parameters and buffers of a layer, whose modules have their paths in the model.
 
         transformers' initialisation also sets buffers that no file has, such as rotary tables, and skips tensors that
         are marked as loaded.
@@ -189,7 +189,7 @@ class InitialValues:
 
 
 def as_transformers(layers: nn.Sequential) -> Any:
-    """transformers' whole model, with the tensors of the chain `layers`, whose adapters are merged before."""
+    """transformers' whole model, with the tensors of the chain `layers` after merging its adapters."""
     initial: InitialValues = layers[0].initial  # type: ignore[assignment]  # layers are pieces of the model
     with torch.device("meta"):
         model = type(initial.initialiser)(copy.deepcopy(initial.initialiser.config))

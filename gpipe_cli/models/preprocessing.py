@@ -1,6 +1,6 @@
-"""How the images were scaled on which published weights were trained: weights are only as good as what they are shown.
+"""How the images were scaled on which published weights were trained: other scaling makes their predictions worse.
 
-timm keeps this with the names of its weights, Hugging Face in a file beside them, `gpipe export` in the file itself.
+timm keeps this with the names of its weights, Hugging Face in a file next to them, `gpipe export` in the file itself.
 """
 
 import json
@@ -17,7 +17,7 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which Hugging Face
 
 
 class Preprocessing(NamedTuple):
-    """What weights expect of images, under the names of `ImagesConfig`; `weights` names them."""
+    """The scaling of images that weights expect, under the names of `ImagesConfig`; `weights` names them."""
 
     weights: str
     image_size: int
@@ -27,8 +27,8 @@ class Preprocessing(NamedTuple):
 
 
 def timm_preprocessing(name: str, weights: str | None) -> Preprocessing | None:
-    """Of timm's weights `name`, or of those in the file `weights`, which only an export of ours says itself: all others
-    are taken for timm's own. None for a name that timm does not know."""
+    """For timm's weights `name`, or the file `weights`: only our exports contain it, others are assumed to be timm's.
+    None for a name that timm does not know."""
     if weights is not None and (exported := _exported_preprocessing(Path(weights))) is not None:
         return exported
     from timm.models import get_pretrained_cfg
@@ -41,8 +41,8 @@ def timm_preprocessing(name: str, weights: str | None) -> Preprocessing | None:
 
 
 def _exported_preprocessing(file: Path) -> Preprocessing | None:
-    """What `gpipe export` has written into a file; None for any other file, also if it cannot be read: it is refused
-    when its weights are loaded."""
+    """What `gpipe export` has written into a file; None for any other file. An unreadable file is refused when its
+    weights are loaded."""
     import torch
     from safetensors import safe_open
 
@@ -59,9 +59,9 @@ def _exported_preprocessing(file: Path) -> Preprocessing | None:
 
 
 def hugging_face_preprocessing(source: ModelSource) -> Preprocessing | None:
-    """By the preprocessor beside the weights, as transformers reads it; None if there is none. A preprocessor that
-    scales pixels in another way than to [0, 1], or does not normalize, is put into an equal mean and deviation. Raises
-    InvalidSettingError as `read_config`, and for a preprocessor that cannot be read."""
+    """By the preprocessor next to the weights, as transformers reads it; None if there is none. If it scales pixels to
+    another range than [0, 1], or does not normalize, mean and deviation are changed to the same effect. Raises the
+    errors of `read_config`, and InvalidSettingError for a preprocessor that cannot be read."""
     read_config(source)
     if find_file(source.name, PREPROCESSOR) is None:
         return None

@@ -1,11 +1,10 @@
-"""Long skips in a sequence of layers: a tensor that a layer takes up again many layers later, as in a U-Net.
+"""Long skips in a sequence of layers: a tensor that another layer needs many layers later, as in a U-Net.
 
-    Sequence(stem, Stash("high"), down, ..., up, Pop("high"), head)
+    SkipSequential(stem, Stash("high"), down, ..., up, Pop("high"), head)
 
-A sequence hands each layer's output to the next layer only. `Stash` keeps its input under a name as well, and `Pop`
-takes it up again and joins it to what comes to it. Wherever the sequence is cut, a pipeline sends the tensor straight
-from the stage of the `Stash` to that of the `Pop`, and not through the stages between. (torchgpipe's `@skippable` did
-so, too.)
+A sequence passes each layer's output only to the next layer. `Stash` also keeps its input under a name, and `Pop` joins
+it to the output of the layer before. Wherever the sequence is cut, a pipeline sends the tensor directly from the stage
+of the `Stash` to the stage of the `Pop`, not through the stages between (like torchgpipe's `@skippable`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from gpipe_cli.errors import InputError
 
 
 class Stash(nn.Module):
-    """Hands its input, a tensor or a tuple of tensors, on to the next layer, and keeps it for the `Pop` of its name."""
+    """Passes its input, a tensor or a tuple of tensors, to the next layer, and keeps it for the `Pop` of its name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class Pop(nn.Module):
 
     join: `cat`, along dimension 1, for (N, C, ...) and (N, D, ...) -> (N, C + D, ...); `add`, for equal shapes; or a
     module or function that is called with both, and returns a tensor or a tuple of tensors. The tensors of a tuple are
-    arguments of their own: first those of the previous layer, then those that were kept.
+    separate arguments: first the previous layer's, then the kept ones.
     """
 
     def __init__(self, name: str, join: Literal["cat", "add"] | Callable[..., Any] = "cat") -> None:
@@ -46,7 +45,7 @@ class Pop(nn.Module):
         self.name, self.join = name, join
         if join not in ("cat", "add") and not callable(join):
             use = '"cat", "add", or a module or function such as torch.mul'
-            raise InputError(f'Pop("{name}"): join={join!r} is none of the joins; use {use}')
+            raise InputError(f'Pop("{name}"): join={join!r} is not a join; use {use}')
 
     def forward(self, values: tuple[Tensor, ...]) -> Any:
         match self.join:
@@ -85,7 +84,7 @@ class SkipSequential(nn.Sequential):
 def naming_skip_errors(
     pop: Pop, layer: str, stash: str, kept: Iterable[Tensor], inputs: Iterable[Tensor]
 ) -> Iterator[None]:
-    """Inside, what `pop` raises becomes an InputError that names the skip, both layers and the shapes."""
+    """While active, an error of `pop` becomes an InputError that names the skip, both layers and the shapes."""
     try:
         yield
     except Exception as error:  # torch's, or whatever a user's function raises
@@ -93,7 +92,7 @@ def naming_skip_errors(
         needs = f"it needs {needs}" if needs else f"its function raises {type(error).__name__}"
         shapes = [", ".join(str(tuple(tensor.shape)) for tensor in tensors) for tensors in (inputs, kept)]
         raise InputError(
-            f'layer {layer}: Pop("{pop.name}") cannot join {shapes[0]}, which come to it, and {shapes[1]}, kept by '
+            f'layer {layer}: Pop("{pop.name}") cannot join its inputs {shapes[0]} and {shapes[1]}, kept by '
             f"layer {stash}; {needs}: change a layer between the two, or join"
         ) from error
 
@@ -104,7 +103,7 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Skip:
-    """A tensor, or several, that layer number `stash` keeps and layer number `pop` takes up again."""
+    """A tensor, or several, that layer `stash` keeps for layer `pop`; layers by index."""
 
     name: str
     stash: int
@@ -112,8 +111,8 @@ class Skip:
 
 
 def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
-    """The skips of a sequence, in the order of their stashes. Raises InputError, which names the layers, if a skip
-    is stashed or popped twice, popped before it is stashed, or never popped; or if it is inside a layer."""
+    """The skips of a sequence, in the order of their stashes. Raises InputError, which names the layers, if a skip is
+    stashed or popped twice, popped before it is stashed, never popped, or within a layer."""
     if not any(isinstance(module, Stash | Pop) for module in model.modules()):
         return ()
     stashes: dict[str, tuple[int, str]] = {}
@@ -123,7 +122,7 @@ def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
             for path, inner in module.named_modules():
                 if isinstance(inner, Stash | Pop):
                     raise InputError(
-                        f"layer {layer}.{path} is a {type(inner).__name__} inside a layer, which no stage would see; "
+                        f"layer {layer}.{path} is a {type(inner).__name__} within a layer, which no stage would see; "
                         "make it a layer of the sequence itself"
                     )
             continue
@@ -131,7 +130,7 @@ def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
         places = stashes if isinstance(module, Stash) else pops
         if module.name in places:
             why = f"is the second {kind} of this name, after layer {places[module.name][1]}"
-            raise InputError(f'layer {layer}: {kind}("{module.name}") {why}; give each skip a name of its own')
+            raise InputError(f'layer {layer}: {kind}("{module.name}") {why}; give each skip a different name')
         places[module.name] = number, layer
     for name, (number, layer) in pops.items():
         if name not in stashes or stashes[name][0] > number:
@@ -141,6 +140,6 @@ def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
     for name, (_, layer) in stashes.items():
         if name not in pops:
             raise InputError(
-                f'layer {layer}: Stash("{name}") is never popped; add a Pop("{name}") behind it, or remove it'
+                f'layer {layer}: Stash("{name}") is never popped; add a Pop("{name}") after it, or remove it'
             )
     return tuple(Skip(name, number, pops[name][0]) for name, (number, _) in stashes.items())

@@ -1,4 +1,4 @@
-"""The models of timm and which of them are chains, as timm_models.csv has them: building all takes many minutes.
+"""The models of timm and which of them are chains, read from timm_models.csv: building all takes many minutes.
 
 python -m gpipe_cli.models.timm_list > gpipe_cli/models/timm_models.csv    writes the file for the installed timm
 """
@@ -15,7 +15,7 @@ Row = tuple[str, str, int, int]  # name, family, layers, parameters
 
 
 def timm_models() -> dict[str, list[str]]:
-    """The name of each of timm's models -> the rest of its row in the file; [] for a model that is no chain."""
+    """The name of each of timm's models -> the rest of its row in the file; [] for a model that is not a chain."""
     text = resources.files("gpipe_cli.models").joinpath("timm_models.csv").read_text("utf-8")
     return {name: rest for name, *rest in csv.reader(text.splitlines())}
 

@@ -1,15 +1,15 @@
-"""Networks of timm by name, as chains: what the paper's fine-tuning (Section 4, Table 4) needs besides AmoebaNet.
+"""Networks of timm by name, as chains: for the paper's fine-tuning (Section 4, Table 4), in addition to AmoebaNet.
 
 timm's networks are trees whose forward is written by hand for each family. Here each family is a list of the model's
-own modules in execution order, cut where a single tensor passes from a module to the next: the chain computes what the
-model computes, bit for bit.
+modules in execution order, cut where a single tensor passes from a module to the next: the chain's results are the
+model's, bit for bit.
 
     resnet18:  stem  layer1_0  layer1_1  layer2_0 ... layer4_1  head
 
-Inside a layer every module keeps its path in timm's model: the tensor `layer1_0.layer1.0.conv1.weight` of
-the chain is timm's `layer1.0.conv1.weight`, so files of weights can be exchanged in both directions.
+Within a layer every module keeps its path in timm's model: the tensor `layer1_0.layer1.0.conv1.weight` of the chain is
+timm's `layer1.0.conv1.weight`, so files of weights can be exchanged in both directions.
 
-timm initialises a model only as a whole: every process builds it in memory and keeps the layers of its own stages.
+timm initialises a model only as a whole: every process builds it in memory and keeps the layers of its stages.
 """
 
 import inspect
@@ -64,7 +64,7 @@ def build_timm(
     except Exception as error:  # whatever timm, the hub's client and the libraries below it raise
         if not fetch:
             raise
-        why = f"the weights of {name} cannot be had here ({describe_error(error).partition('; ')[0]})"
+        why = f"the weights of {name} cannot be loaded ({describe_error(error).partition('; ')[0]})"
         use = "give model.weights=FILE or use model.pretrained=false"
         raise InvalidSettingError("model.pretrained", True, f"{why}; {use}") from error
     if weights is not None:
@@ -73,7 +73,7 @@ def build_timm(
 
 
 def timm_arguments(name: str, *, num_classes: int, image_size: int) -> dict[str, Any]:
-    """What `timm.create_model(name, ...)` is called with for the network that `build_timm` cuts into layers."""
+    """The arguments of `timm.create_model(name, ...)` for the network that `build_timm` cuts into layers."""
     settings = _settings(name, num_classes, image_size, dropout=0.0, drop_path=0.0)
     return {key: value for key, value in settings.items() if value}
 
@@ -112,7 +112,7 @@ def _load(model: Any, file: Path) -> None:
     """Load the tensors of `file` into `model`. Raises InputError if it cannot be read or they do not fit the model."""
     tensors = _read(model, file)
     needed = model.state_dict()
-    # If any tensor of the classifier is for another number of classes, so is the whole classifier: leave it out.
+    # If any tensor of the classifier is for another number of classes, so is the whole classifier: drop it.
     classifier = f"{model.pretrained_cfg['classifier']}."
     shared = [name for name in needed if name.startswith(classifier) and name in tensors]
     if any(tensors[name].shape[:1] != needed[name].shape[:1] for name in shared):
@@ -122,11 +122,11 @@ def _load(model: Any, file: Path) -> None:
     missing = [name for name in needed if name not in tensors and not name.endswith("num_batches_tracked")]
     unknown = [name for name in tensors if name not in needed]
     misshapen = [name for name in tensors if name in needed and tensors[name].shape != needed[name].shape]
-    for what, names in (("lacks", missing), ("has besides", unknown), ("has in another shape", misshapen)):
+    for what, names in (("lacks", missing), ("also has", unknown), ("has in another shape", misshapen)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             why = f"these are not the weights of this model, the file {what} {names[0]}{more}"
-            raise InvalidSettingError("model.weights", file, f"{why}; give those of the network that model.name names")
+            raise InvalidSettingError("model.weights", file, f"{why}; give weights of the network model.name")
     model.load_state_dict(tensors, strict=False)
 
 
@@ -151,7 +151,7 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-# Family -> modules of the stem, modules whose children are a layer each (`*`: of every child), modules of the head.
+# Family -> modules of the stem, modules of which each child is a layer (`*`: of every child), modules of the head.
 FAMILIES = {
     "ResNet": ("conv1 bn1 act1 maxpool", "layer1 layer2 layer3 layer4", "global_pool dropout fc"),
     "ConvNeXt": ("stem", "stages.*.blocks", "norm_pre head"),
@@ -197,7 +197,7 @@ def as_sequential(model: Any) -> nn.Sequential:
         piece = TokenStem if kind == "VisionTransformer" and path == "stem" else TimmLayer
         sequence.add_module(path.replace(".", "_"), piece(model, steps))
     if forgotten := _tensors(model) ^ {name.partition(".")[2] for name in _tensors(sequence)}:
-        why = f"this {kind} has tensors that its chain of layers does not know, such as {min(forgotten)}"
+        why = f"this {kind} has tensors that its chain of layers lacks, such as {min(forgotten)}"
         raise InvalidSettingError("model.name", name, f"{why}; use another member of the family")
     return sequence.train(model.training)
 
@@ -215,7 +215,7 @@ def _tensors(model: nn.Module) -> set[str]:
 
 
 def describe_model(name: str) -> tuple[str, int, int] | None:
-    """Family, number of layers and of parameters of a model of timm; None if it is no chain. Nothing is allocated."""
+    """Family, number of layers and of parameters of a model of timm; None if it is not a chain. Allocates no memory."""
     import timm
 
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):
@@ -256,7 +256,7 @@ class TimmLayer(nn.Module):
 
 
 class TokenStem(TimmLayer):
-    """The stem of a vision Transformer: images (N, 3, H, W) -> class and register tokens, where there are any, and
+    """The stem of a vision Transformer: images (N, 3, H, W) -> class and register tokens, if any, and
     patches with their positions (N, S, width)."""
 
     def __init__(self, model: Any, steps: list[str]) -> None:
@@ -269,7 +269,7 @@ class TokenStem(TimmLayer):
         x = first(x)
         if self.only_patches_have_positions and self.pos_embed is not None:
             x = x + self.pos_embed
-        # not len(x), which torch.export takes for a constant
+        # not len(x), which torch.export makes a constant
         tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         if tokens:
             x = torch.cat([*tokens, x], dim=1)

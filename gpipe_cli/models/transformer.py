@@ -1,8 +1,8 @@
 """Both Transformers of the paper: language model (Tables 1 and 2) and translation (Section 5), and their parts.
 
-The paper calls its language model sequence-to-sequence, but the parameters that it prints are those of a stack of L
-layers, with separate matrices for embedding and softmax and with biases everywhere: 282.2M, 785.8M, 5.3B, 21.0B and
-83.9B for L = 3, 13, 103, 415 and 1663. Lingvo's own language model for GPipe is built like this, too.
+The paper calls its language model sequence-to-sequence, but its numbers of parameters fit a stack of L layers, with
+separate matrices for embedding and softmax and with biases everywhere: 282.2M, 785.8M, 5.3B, 21.0B and 83.9B for
+L = 3, 13, 103, 415 and 1663. Lingvo's language model for GPipe is built in the same way.
 
     embedding  layer_000 ... layer_{L-1}  softmax
 
@@ -227,7 +227,7 @@ def transformer_lm(
     Raises InputError for an odd width, and if `heads` does not divide the width.
     """
     if width % heads:
-        raise InvalidSettingError("model.width", width, f"is no multiple of model.heads={heads}; use one that is")
+        raise InvalidSettingError("model.width", width, f"must be a multiple of model.heads={heads}; change either")
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = embedding = Embedding(vocabulary, width, length)
     for index in range(layers):
@@ -319,7 +319,7 @@ def transformer_nmt(
 
     Logits at position t are for the token that follows target tokens 0 to t. S and T are at most `length`.
 
-    Args as those of `transformer_lm` (hidden is H, heads is A), and:
+    Args as in `transformer_lm` (hidden is H, heads is A), and:
         layers: L, of the encoder and of the decoder each.
         depth_scaled: divide the initial weights of feed-forward sublayers by L (the paper's first remedy against
             divergence, after Fixup).

@@ -9,8 +9,8 @@ has its shapes, so that its parameters, memory and speed can be compared with th
     up_4_upsample  up_4_skip  up_4_conv_0 ... up_3_upsample  up_3_skip ...             (... 4C, 2C, C, C / 2 channels)
     logits
 
-Departs from torchgpipe: the logits are those of classes, a channel for each, in place of a single channel for "yes";
-and sizes that pooling would have to round are refused, in place of padding what was rounded.
+Departs from torchgpipe: the logits have a channel for each class instead of a single channel for "yes"; and sizes that
+pooling would have to round are refused instead of padded.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ from torch import nn
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.models.skips import Pop, SkipSequential, Stash
 
-LEAKY_RELU_SLOPE = 0.01  # of leaky ReLU; torchgpipe's
+LEAKY_RELU_SLOPE = 0.01  # torchgpipe's
 
 
 def unet(
@@ -32,10 +32,10 @@ def unet(
         depth: times the resolution is halved; as many skips. torchgpipe's have 5.
         num_convs: B, convolutions in each of the 2 * depth + 1 cells.
         base_channels: C, channels of the first cell; doubled at each halving.
-        dropout: share of whole channels that is dropped behind each convolution.
+        dropout: fraction of whole channels that is dropped after each convolution.
 
-    Raises InputError if an odd number of pixels would be halved, or the smallest map had a single pixel, which instance
-    norm cannot normalize.
+    Raises InputError if an odd number of pixels would be halved, or the smallest map would have a single pixel, which
+    instance norm cannot normalize.
     """
     step = 2**depth
     if image_size % step or image_size == step:

@@ -1,6 +1,6 @@
-"""The data that a process reads: inputs for the first stage, targets for the last, the catalogue in every process.
+"""The data that a process reads: inputs for the first stage, targets for the last, the SplitIndex in every process.
 
-A catalogue says how many samples a split has and how long they are. From it, the seed and the settings, every process
+A SplitIndex has the number and the lengths of a split's samples. From it, the seed and the settings, every process
 cuts the same mini-batches, so that their sizes need not be sent.
 """
 
@@ -44,7 +44,7 @@ from gpipe_cli.training.milestones import Milestones
 from gpipe_cli.units import first_few, plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
-TOKENIZER = "tokenizer"  # the folder there with the files of dataset.tokenizer
+TOKENIZER = "tokenizer"  # the folder with the files of dataset.tokenizer, in the run folder
 _MAX_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
 
 
@@ -58,19 +58,18 @@ class SplitReader:
 
     @cached_property
     def elements(self) -> torch.Tensor:
-        """int32 (samples,): how many elements there are to predict in each sample, -1 as long as it has not been read:
-        a replica need not read the targets of all others in every epoch, which may be files."""
+        """int32 (samples,): the number of elements to predict in each sample; -1 until it is read: a replica need not
+        read in every epoch the targets of all others, which may be files."""
         return torch.full((self.batches.split_index.samples,), -1, dtype=torch.int32)
 
     def watch(self, control: ControlGroup) -> None:
-        """From now on `control.any_stop_asked` tells all processes if a mini-batch cannot be read, and nothing is
-        raised."""
+        """From now on a mini-batch that cannot be read raises nothing: `control.any_stop_asked` tells all processes."""
         if (prefetched := self.prefetched) is None:
             return
         asked, prefetched.gives_zeros = control.reason, True
 
         def reason() -> Stop:
-            unread = Stop.SIGPIPE_EXIT if prefetched.gave_zeros else Stop.UNREADABLE
+            unread = Stop.EVALUATION_UNREADABLE if prefetched.gave_zeros else Stop.UNREADABLE
             return unread if prefetched.unreadable else asked()
 
         control.reason = reason
@@ -88,8 +87,8 @@ class SplitReader:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Mini-batch `position` of `epoch` as a process reads it: the share of its pipeline. `inputs` must be called for
-    mini-batches in the order in which they are loaded, that of `training_batch_order`."""
+    """Mini-batch `position` of `epoch` as a process reads it: its pipeline's shard. `inputs` must be called in the
+    order in which mini-batches are loaded, `training_batch_order`."""
 
     reader: SplitReader
     epoch: int
@@ -106,14 +105,14 @@ class MiniBatch:
         return self.reader.batches.lengths(self.epoch, self.position)
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
-        """The share's inputs, (N, ...) each, as `Split.inputs` has them; call it once. None in processes without the
-        first stage."""
+        """The shard's inputs, (N, ...) each, as from `Split.inputs`; call it once. None in processes without the first
+        stage."""
         if self.reader.prefetched is None:
             return None
         return self.reader.prefetched.take(self.reader.split, self.epoch, self.position, sum(self.shard.sizes))
 
     def targets(self) -> tuple[torch.Tensor, int] | None:
-        """The share's targets, int64 (n,), (n, T) or (n, S, S), and the number of elements to predict in the whole
+        """The shard's targets, int64 (n,), (n, T) or (n, S, S), and the number of elements to predict in the whole
         mini-batch, the denominator of its loss. None in processes without the first or the last stage."""
         if self.reader.split is None:
             return None
@@ -141,7 +140,7 @@ def saved_vocabulary(run: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise InputError(f"{run / VOCABULARY}: cannot be read ({error.strerror}); put back that of the run") from error
+        raise InputError(f"{run / VOCABULARY}: cannot be read ({error.strerror}); put back the run's file") from error
 
 
 def saved_tokenizer(run: Path) -> dict[str, bytes]:
@@ -153,8 +152,8 @@ def saved_tokenizer(run: Path) -> dict[str, bytes]:
 def _with_saved_tokenizer(
     config: TrainConfig, checkpoint: Path | None, *, required: bool
 ) -> tuple[TrainConfig, OutputLabels]:
-    """`config` with the tokenizer that was saved by the run whose `checkpoint` is used, if any, as what the setting
-    names may have changed since; and what its weights were trained on. `required`: other classes are refused.
+    """`config` with the tokenizer saved by the run whose `checkpoint` is used, if any, as the one that the setting
+    names may have changed; and what its weights were trained on. `required`: other classes are refused.
 
     Raises InputError if the vocabulary or the tokenizer is missing, CorruptCheckpointError for a checkpoint that is
     damaged.
@@ -171,23 +170,23 @@ def _with_saved_tokenizer(
         return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER))), OutputLabels()
     vocabulary = saved_vocabulary(run)
     if vocabulary is None and not TEXT_DATASETS[dataset.name].synthetic:
-        reason = "and with another, learned from the text that is there now, every token would mean something else"
-        raise InputError(f"{run / VOCABULARY}: there is no such file, {reason}; put back that of the run")
+        reason = "and with another, learned from the text as it is now, every token would mean something else"
+        raise InputError(f"{run / VOCABULARY}: there is no such file, {reason}; put back the run's file")
     return config, OutputLabels(vocabulary)
 
 
 def look_for_data(
     config: TrainConfig, checkpoint: Path | None, *, required: bool, with_headers: bool = False
 ) -> Splits[SplitIndex]:
-    """The catalogues of the data that the weights of `checkpoint`, if any, are used with. Arguments as of
-    `_with_saved_tokenizer` and `find_data`. Raises InputError as they do, and for data that cannot be read."""
+    """The SplitIndex of each split that the weights of `checkpoint`, if any, are used with. Arguments and errors as in
+    `_with_saved_tokenizer` and `find_data`; also raises InputError for data that cannot be read."""
     phase("looking for the data")
     return find_data(*_with_saved_tokenizer(config, checkpoint, required=required), with_headers=with_headers)
 
 
 def check_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
-    """Raises InputError, before anything slow, if the data cannot be read or its number of samples does not suit the
-    settings, of which those in `auto` have no values yet. `source`: the checkpoint that the run begins with."""
+    """Raises InputError, before anything slow, if the data cannot be read or its number of samples does not fit the
+    settings; those in `auto` have no values yet. `source`: the checkpoint that the run begins with."""
     train = look_for_data(config, source, required=config.resume is not None, with_headers=True).training
     if not set(AUTO_BATCH) & set(auto):
         batches = mini_batches(config, train, training=True)
@@ -210,12 +209,12 @@ class Data:
         *,
         only_steps: bool = False,
     ) -> None:
-        """Open the data with the first or the last stage; with the first, start loading the training set from `start`
-        on and, unless `only_steps`, the others for each evaluation; if `start` is None, the test set. `source`: the
-        checkpoint that the weights come from, whose tokens and classes are used.
+        """In processes with the first or the last stage, open the data; with the first, start loading the training set
+        from `start` and, unless `only_steps`, the other splits for each evaluation; if `start` is None, the test set.
+        `source`: the checkpoint that the weights come from, whose tokens and classes are used.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
-        InputError if an epoch of the resumed run had another number of steps, or the data have other classes than the
+        InputError if an epoch of the resumed run had another number of steps, or the data has other classes than the
         run that is evaluated or resumed.
         """
         stages = spec.layout.stages_of(process)
@@ -224,7 +223,7 @@ class Data:
         self._replica = spec.layout.replica_of(process)
         self._splits: Splits[Split] | None = None
         self._output_labels = OutputLabels()  # of the weights that the run begins with
-        self.classes: tuple[str, ...] = ()  # names by output, () if the data name none; known once it is read
+        self.classes: tuple[str, ...] = ()  # names by output, () if the data names none; known once it is read
         self._readers: dict[SplitName, SplitReader] = {}  # empty without the first stage
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
             required = start is None or config.resume is not None
@@ -244,8 +243,7 @@ class Data:
             if start.steps_per_epoch not in (0, steps_per_epoch):
                 raise InputError(
                     f"resume={config.resume}: an epoch had {start.steps_per_epoch} steps there and has "
-                    f"{steps_per_epoch} now, so the data is another; put back the data, and leave out the "
-                    "dataset's settings"
+                    f"{steps_per_epoch} now, so the data has changed; put it back, and remove the dataset's settings"
                 )
             order = training_batch_order(batches, start, Milestones(config, steps_per_epoch, only_steps))
         splits = dict(self._splits.each())
@@ -253,8 +251,8 @@ class Data:
         self._readers = {name: SplitReader(splits[name], batches[name], prefetched) for name in batches}
 
     def reader(self, control: ControlGroup, name: SplitName) -> SplitReader:
-        """A split as this process reads it. Call it in every process once they are connected: those without samples
-        receive the catalogue and the classes. Raises InputError if processes read data with different tokens, classes
+        """A split as this process reads it. Call it in every process once all are connected: those without samples
+        receive the SplitIndex and the classes. Raises InputError if processes read data with different tokens, classes
         or numbers of samples."""
         split = None if self._splits is None else dict(self._splits.each())[name]
         local_split_index = split.split_index if split is not None and self._first else None
@@ -279,7 +277,7 @@ class Data:
         return Splits(*(self.reader(control, name) for name in names))
 
     def facts(self) -> DataFacts:
-        """What the banner says about the data. Call it only in the process of the first stage."""
+        """The banner's facts about the data. Call it only in the process of the first stage."""
         assert self._splits is not None
         train, test, validation = self._splits
         held_out = None if validation is None else validation.split_index.samples
@@ -329,8 +327,8 @@ class Data:
         return ()
 
     def class_notes(self) -> Notes:
-        """A line of the banner if nothing tells that the outputs of the weights that training begins with mean the
-        classes of the data; () otherwise."""
+        """A line of the banner if it is not known that the outputs of the initial weights mean the classes of the data;
+        () otherwise."""
         theirs, count = self._output_labels.classes, len(self.classes)
         if self._source is not None and theirs is None and self.classes:
             which = "its outputs" if self._output_labels.required else "outputs that are taken from it"
@@ -354,8 +352,8 @@ class Data:
 
 
 def _split_fingerprint(split: Split) -> tuple[int, str | None, tuple[str, ...]]:
-    """What must be the same of a split in all processes that open it: the number of samples, a digest of the vocabulary
-    of text, and the names of the classes."""
+    """What all processes that open a split must agree on: the number of samples, a digest of the vocabulary of text,
+    and the names of the classes."""
     vocabulary = _tokenizer_of(split)
     tokens = None if vocabulary is None else compute_digest("tokens", [], [vocabulary.model])
     classes = split.samples.class_names if isinstance(split, ImageSplit) else ()
@@ -363,13 +361,13 @@ def _split_fingerprint(split: Split) -> tuple[int, str | None, tuple[str, ...]]:
 
 
 def _tokenizer_of(split: Split | None) -> SentencePieceTokenizer | HFTokenizer | None:
-    """The object that maps text to tokens, None if there is no text."""
+    """The tokenizer of a split of text; None for images."""
     return getattr(split.windows if isinstance(split, MaskedText) else split, "vocabulary", None)
 
 
 def mini_batches(config: TrainConfig, split_index: SplitIndex, *, training: bool, replica: int = 0) -> MiniBatches:
     """The mini-batches of a training set, or of a test set: all of its samples, in the same order each time. `replica`
-    is the pipeline whose share of each mini-batch is read.
+    is the pipeline whose shard of each mini-batch is read.
 
     Raises InputError for a training set that is smaller than a mini-batch.
     """
@@ -406,8 +404,8 @@ def check_last_mini_batch(config: TrainConfig, batches: MiniBatches) -> None:
 def training_batch_order(
     batches: Mapping[SplitName, MiniBatches], start: Progress, milestones: Milestones
 ) -> Iterator[BatchRequest]:
-    """The mini-batches of all splits in the order in which a training reads them from `start` on: after each step that
-    is followed by an evaluation the set that chooses the best weights, and at the end, if that is not it, the test set.
+    """The mini-batches of all splits in the order in which a training reads them from `start`: after each step with an
+    evaluation, the set that chooses the best weights; and at the end the test set, if that is another set.
     """
     training: MiniBatches = batches["training"]
     chooses: SplitName = "validation" if "validation" in batches else "test"
@@ -423,9 +421,9 @@ def training_batch_order(
 
 
 def choose_loaders(config: TrainConfig, layout: Layout, split: Split) -> tuple[int, int]:
-    """The number of loader processes, `data_workers` or what suits the data set, and how many mini-batches each of them
-    prepares ahead: so many, and so few processes, that the batches of all pipelines on this machine take at most a
-    quarter of its memory. Raises InputError if the first sample of `split` cannot be read."""
+    """The number of loader processes, `data_workers` or a default for the data set, and how many mini-batches each
+    prepares ahead; both are limited so that the batches of all pipelines on this machine take at most a quarter of its
+    memory. Raises InputError if the first sample of `split` cannot be read."""
     pipelines, workers = layout.local_first_stages, config.data_workers
     if workers is None and config.text:
         workers = 0  # a batch of text is a few look-ups, cheaper than sending it between processes

@@ -24,7 +24,7 @@ from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_sta
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """What a task is given by the worker process that runs it."""
+    """The worker process that runs a task, as the task sees it."""
 
     rank: int
     connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # connects to the other processes of the run
@@ -36,7 +36,7 @@ class WorkerProcess:
 
 @dataclass(frozen=True)
 class Engine(PipelinePart):
-    """This process's part of a run: that of the pipeline, the optimizers and weight averages of its stages, and the
+    """This process's part of a run: its part of the pipeline, the optimizers and weight averages of its stages, and the
     control group of all processes."""
 
     spec: PipelineSpec
@@ -45,30 +45,30 @@ class Engine(PipelinePart):
     control: ControlGroup
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
-    # stage -> name -> parameter, in global order; a tied weight has its name in every stage, that of its first use
+    # stage -> name -> parameter, in global order; a tied weight has the name of its first use in every stage
     parameters: dict[int, dict[str, nn.Parameter]]
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients of this process's parameters in global order; parameters without gradient are left out."""
+        """The gradients of this process's parameters in global order, without parameters that have none."""
         return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
 
     def gradients_in_norm(self) -> list[torch.Tensor]:
-        """The `gradients` that count in the norm: that of a tied weight only where it is used first."""
+        """The `gradients` that count in the norm; a tied weight's only where it is used first."""
         return [gradient for k in self.stages for gradient in gradients_of(self.owned_parameters(k).values())]
 
     def owned_parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """The parameters of a stage, without tied weights that an earlier stage has, too."""
+        """The parameters of a stage, without tied weights that an earlier stage also has."""
         layers, parameters = self.spec.layer_names[stage], self.parameters[stage]
         return {name: parameter for name, parameter in parameters.items() if name.partition(".")[0] in layers}
 
     def set_progress(self, fraction: float) -> None:
-        """Set the share of all training steps that is done, 0 to 1, in every stage (for scheduled drop-path)."""
+        """Set the fraction of all training steps that are done, 0 to 1, in every stage (for scheduled drop-path)."""
         for stage in self.stages.values():
             set_progress(stage.module, fraction)
 
     @contextmanager
     def evaluation_mode(self, *, averages: bool) -> Iterator[None]:
-        """Inside, all stages are in evaluation mode; with `averages`, they have the averaged weights."""
+        """While active, all stages are in evaluation mode; with `averages`, they have the averaged weights."""
         with ExitStack() as stack:
             if averages:
                 for average in self.averages.values():

@@ -10,7 +10,7 @@ Notes = tuple[tuple[str, str], ...]  # lines of the banner: label, fact
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the banner says about the data."""
+    """The banner's facts about the data."""
 
     train_samples: int | None = None  # None if the data was not opened, as in a dry run
     test_samples: int | None = None  # None if the data was not opened
@@ -38,7 +38,7 @@ class GraphsCaptured:
     """Which stages are replayed as graphs, over all processes."""
 
     stages: int  # number of stages that are replayed
-    causes: tuple[str, ...]  # for each other stage: its number, the layer, and why it cannot be replayed
+    causes: tuple[str, ...]  # for each other stage: its index, the layer, and why it cannot be replayed
     seconds: float  # time of the slowest process
 
 
@@ -91,16 +91,16 @@ class StepDone:
     seconds: float
     loss: float  # the loss minimized, with label smoothing and the auxiliary head
     cross_entropy: float  # in nats
-    top1: float  # share of correct predictions, 0 to 1
+    top1: float  # fraction of correct predictions, 0 to 1
     top5: float | None  # for images with a single class; else None
-    epoch_cross_entropy: float  # mean over the elements of the epoch so far, also of steps before a resume
+    epoch_cross_entropy: float  # mean over the elements of the epoch so far, including steps before a resume
     epoch_top1: float  # the same for top1
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far
-    without_core: tuple[float, ...]  # per stage, the share of its computing time without a core; 0 on a GPU
+    without_core: tuple[float, ...]  # per stage, the fraction of its computing time without a core; 0 on a GPU
     # The next two are counted in one of the first steps, `overhead_bytes` also in the first; else they are None.
-    activation_bytes: tuple[int, ...] | None  # per stage, the most bytes of activations saved at once
+    activation_bytes: tuple[int, ...] | None  # per stage, the peak bytes of saved activations
     overhead_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; None on GPUs
 
 
@@ -114,8 +114,8 @@ class StepRecorded:
 
 @dataclass(frozen=True)
 class Evaluated(EvalRecord):
-    """An evaluation during training; with a validation set, also that of the test set after the last step, with the
-    weights of the best step."""
+    """An evaluation during training; with a validation set, also the evaluation on the test set after the last step,
+    with the weights of the best step."""
 
     split: SplitName
     is_best: bool
@@ -124,7 +124,7 @@ class Evaluated(EvalRecord):
 
 @dataclass(frozen=True)
 class CheckpointReady:
-    """A checkpoint is written but for its name; it gets its name once all that was reported before is on disk."""
+    """A checkpoint is written except for its name, which it gets once all earlier reports are on disk."""
 
     step: int
 
@@ -138,10 +138,10 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; the training goes on."""
+    """A checkpoint could not be written; the training continues."""
 
     step: int
-    why: str  # the cause, in a line
+    why: str  # the cause, a line
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class ModelWritten:
     """`gpipe export`: the file is complete."""
 
     bytes: int
-    contents: str  # what the file holds, such as `122 tensors`
+    contents: str  # of the file, such as `122 tensors`
     call: str  # the Python expression that reads the file
 
 
@@ -227,7 +227,7 @@ class PairScores:
 class TranslationScores:
     """Scores, 0 to 100, of sentences of the test set that were decoded without teacher forcing."""
 
-    bleu: float  # of all sentences as a corpus, each tokenized as those of its pair
+    bleu: float  # of all sentences as a corpus, each tokenized as its pair
     chrf: float
     bleu_copy: float  # BLEU of the sources, taken as translations
     chrf_copy: float  # chrF of the sources

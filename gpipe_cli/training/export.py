@@ -1,13 +1,13 @@
 """`gpipe export`: a run's model as a single plain file, which other programs read without this package; a model
 of transformers also as the folder that transformers itself writes (`hugging_face_folder.py`).
 
-If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise those of
-`nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, tied weights, classes, normalization of
-pixels, and for text the vocabulary or the tokenizer.
+If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise the names
+in `nn.Sequential.state_dict`. The metadata has what else is needed to use them: model settings, tied weights, classes,
+normalization of pixels, and for text the vocabulary or the tokenizer.
 
 The file is evaluated as another program would do it: read from disk into timm's network, transformers' model, plain
-PyTorch or onnxruntime, without stages. Micro-batches are those of the pipeline, so that the results are bit-identical
-if nothing was lost.
+PyTorch or onnxruntime, without stages, in the micro-batches of the pipeline, so that the results are bit-identical if
+nothing was lost.
 """
 
 import base64
@@ -51,7 +51,7 @@ from gpipe_cli.units import plural
 
 
 def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int, process: WorkerProcess) -> None:
-    """Write the model of a checkpoint to `file`, and report that.
+    """Write the model of a checkpoint to `file`, and report it.
 
     Raises InputError for a model that cannot be exported in this format, and for missing evaluation data.
     """
@@ -61,7 +61,7 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
         facts = _file_metadata(config, checkpoint, model)
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
         by_timm = _timm_arguments(config.training) is not None
-        # a layer made of timm's modules holds them under the names that they have in timm's whole network
+        # a layer made of timm's modules holds them under their names in timm's whole network
         tensors = {name.partition(".")[2] if by_timm else name: tensor for name, tensor in model.state_dict().items()}
         contents = plural(len(tensors), "tensor")
         match config.format:
@@ -91,7 +91,7 @@ def _make_contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def _file_metadata(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict[str, Any]:
-    """The file's metadata: texts, numbers, lists and dictionaries; the names of classes only if they are known."""
+    """The file's metadata: strings, numbers, lists and dictionaries; the names of classes only if they are known."""
     run = config.training
     settings = {key: value for key, value in asdict(run.model).items() if key not in ("pretrained", "weights")}
     arguments = _timm_arguments(run)
@@ -110,7 +110,7 @@ def _file_metadata(config: ExportConfig, checkpoint: Path, model: nn.Sequential)
         return facts | _tokenizer_metadata(Path(config.run))
     facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_crop_ratio(run.dataset)}
     facts |= {"mean": list(run.dataset.mean), "std": list(run.dataset.std), "interpolation": run.dataset.interpolation}
-    if (classes := index.classes) is None:  # a run of an older version: those that the data has now, if it is there
+    if (classes := index.classes) is None:  # a run of an older version: the data's present classes, if it is there
         with suppress(InputError):
             classes = find_images(replace(run.dataset, download=False), run.seed)[0].class_names
     return facts | ({"classes": list(classes)} if classes else {})

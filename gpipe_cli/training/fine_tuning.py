@@ -1,7 +1,7 @@
 """A run that begins with the weights of another run (paper section 4: ImageNet's AmoebaNet-B on eight other data sets).
 
-All weights are taken but those of the classifier, which are initialized anew if the classes differ. Training begins at
-step 0 with a fresh optimizer. Averaged weights are taken if the other run has any, as it was evaluated with them.
+All weights are loaded except the classifier's, which are initialized if the classes differ. Training begins at step 0
+with a fresh optimizer. Averaged weights are loaded if the other run has any, as it was evaluated with them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +26,9 @@ from gpipe_cli.units import count, plural
 
 
 def fine_tune(engine: Engine, checkpoint: Path | None, classes: Sequence[str] = ()) -> Notes:
-    """Copy the weights of the checkpoint that `init_from` led to into this process's stages, unless the run is resumed.
-    `classes`: their names in the data, () if it has none. Returns the banner's lines about taken and frozen weights.
-    Raises as `match_pretrained` does."""
+    """Copy the weights of the checkpoint of `init_from` into this process's stages, unless the run is resumed.
+    `classes`: their names in the data, () if it has none. Returns the banner's lines about loaded and frozen weights.
+    Raises the errors of `match_pretrained`."""
     config = engine.config
     frozen = frozen_layers_note(engine.spec)
     if config.init_from is None or config.resume is not None or checkpoint is None:
@@ -49,9 +49,9 @@ def fine_tune(engine: Engine, checkpoint: Path | None, classes: Sequence[str] = 
 
 
 def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
-    """The best checkpoint of the run `init_from`; if it is damaged, the newest that is intact, and `warn` gets a line.
+    """The best checkpoint of the run `init_from`; if it is damaged, the newest intact, with a line to `warn`.
 
-    Raises InputError, as `match_pretrained` does, or if the run has no checkpoint that can be used.
+    Raises the errors of `match_pretrained`, and InputError if the run has no usable checkpoint.
     """
     assert config.init_from is not None
     check = partial(match_pretrained, config, build_model(config))
@@ -62,8 +62,8 @@ def match_pretrained(
     config: TrainConfig, model: nn.Sequential, checkpoint: Path, classes: Sequence[str] | None = None
 ) -> tuple[CheckpointCompatibility, frozenset[str]]:
     """How a checkpoint matches `model`, and the names of the tensors that stay new under `init_from` and `init_head`;
-    all others are taken from the checkpoint. `classes`: their names in the data, in the order of the other run where it
-    has the same; (): they have none; None: not known yet, and taken to be the same.
+    all others are loaded from the checkpoint. `classes`: their names in the data, in the other run's order where it has
+    the same; (): they have none; None: not known yet, and assumed to be the same.
 
     Raises InputError for a checkpoint of another architecture (naming what differs) and for a classifier
     that does not fit under init_head=keep; CorruptCheckpointError for a checkpoint that lacks a tensor or cannot be
@@ -72,7 +72,7 @@ def match_pretrained(
     assert config.init_from is not None
     match = CheckpointCompatibility.of("init_from", Path(config.init_from), checkpoint, config, model)
     shapes, saved_shapes = match.shapes, match.saved_shapes
-    classifier = classifier_of(config, model) & shapes.keys()  # a tied matrix is taken with the embedding
+    classifier = classifier_of(config, model) & shapes.keys()  # a tied matrix is loaded with the embedding
     _check_same_names(match, classifier)
     absent = frozenset(name for name in shapes if _layer_name(name) not in match.index.layers)  # an auxiliary head
     match.check_same_tokenizer()
@@ -111,7 +111,7 @@ def frozen_layers_note(spec: PipelineSpec) -> Notes:
 
 
 def _loaded_layers_note(match: CheckpointCompatibility, new: frozenset[str], spec: PipelineSpec) -> Notes:
-    """The banner's lines about the layers that were taken and those that are new."""
+    """The banner's lines about loaded and new layers."""
     loaded_layers, new_layers = _layer_names(match.shapes.keys() - new), _layer_names(new)
     layers = [name for names in spec.layer_names for name in names]
     parts = [layer for layer in layers if layer in loaded_layers & new_layers]
@@ -130,8 +130,8 @@ def _loaded_layers_note(match: CheckpointCompatibility, new: frozenset[str], spe
 
 
 def _check_same_names(match: CheckpointCompatibility, classifier: frozenset[str]) -> None:
-    """Raises InputError if the names of layers, or of tensors in them, differ; AmoebaNet's auxiliary head, a second
-    classifier in the middle, may be in the model alone or in the checkpoint alone."""
+    """Raises InputError if the names of layers or of their tensors differ; AmoebaNet's auxiliary head, a second
+    classifier in the middle, may be missing in model or checkpoint."""
     names, saved_names = match.shapes.keys(), match.saved_shapes.keys()
     config, source = match.config, match.source
     layer_names, saved_layer_names = (
@@ -151,8 +151,8 @@ def _check_same_names(match: CheckpointCompatibility, classifier: frozenset[str]
 
 
 def _same_classes(match: CheckpointCompatibility, classes: Sequence[str] | None) -> bool:
-    """Whether the outputs of the other run mean what they are to mean here: by the names of the classes or, if either
-    has none, by the data set."""
+    """Whether outputs mean the same classes in the other run and here: by the names of the classes or, if either has
+    none, by the data set."""
     saved = match.index.classes
     if classes is None or (classes and saved):
         return classes is None or same_classes(classes, saved or ())

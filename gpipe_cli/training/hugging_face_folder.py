@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 2**62  # bytes: a single file, as in all other formats
 def write_folder(
     source: str, layers: nn.Sequential, folder: Path, more: Mapping[str, bytes], classes: Sequence[str]
 ) -> int:
-    """Write the model to `folder`, beside other files if it exists; returns the number of tensors.
+    """Write the model to `folder`, next to other files if it exists; returns the number of tensors.
 
     source: the folder or name that the model came from, which may have settings of generation. more: name -> content of
     further files: a tokenizer's, or the preprocessor. classes: their names, if the model has some and they are known.
@@ -73,8 +73,8 @@ def model_class_in(folder: Path) -> Any:
 
 
 def load_program(folder: Path, attention: str, device: torch.device) -> tuple[str, Callable[[Tensors], Tensors]]:
-    """transformers' name and version, and a function from inputs on `device` to logits: its own model, in evaluation
-    mode. `attention`: the implementation of attention that it uses."""
+    """The name and version of transformers, and a function from inputs on `device` to the logits of its model in
+    evaluation mode. `attention`: the implementation of attention that it uses."""
     import transformers
 
     model = (

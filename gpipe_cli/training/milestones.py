@@ -24,7 +24,7 @@ def initial_progress(config: TrainConfig, source: Path | None) -> Progress:
     """Where a run begins: the progress in the checkpoint `source` if it is resumed, otherwise step 0. Without its best
     checkpoint, the run has no best until the next evaluation.
 
-    Raises InputError if a setting that determines the mini-batches differs from that of the resumed run.
+    Raises InputError if a setting that determines the mini-batches differs from the resumed run's.
     """
     if config.resume is None or source is None:
         return Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
@@ -34,7 +34,7 @@ def initial_progress(config: TrainConfig, source: Path | None) -> Progress:
         if given != saved:
             raise InputError(
                 f"{setting}={format_value(given)}: the run that is resumed has {setting}={format_value(saved)}, "
-                "and its position in the data means something else with another; leave the setting out"
+                "and its position in the data means something else with another; remove the setting"
             )
     return (
         progress

@@ -27,7 +27,7 @@ INPUT_NAMES = {
     "language_model": ("tokens",),
     "translation": ("source", "target"),
 }
-TOLERANCE = 1e-3  # greatest difference of a logit, as a share of the largest logit
+TOLERANCE = 1e-3  # greatest difference of a logit, as a fraction of the largest logit
 _MAX_SHOWN_CHARACTERS = 200  # characters of a library's error that are shown
 
 
@@ -40,15 +40,15 @@ def onnx_content(
     """
     key, use = "format", "use format=safetensors"
     if (needed := sum(tensor.nbytes for tensor in model.state_dict().values())) > MAX_BYTES:
-        raise InvalidSettingError(key, "onnx", f"one file holds 2 GiB at most, the model has {size(needed)}; {use}")
+        raise InvalidSettingError(key, "onnx", f"a file holds at most 2 GiB, the model has {size(needed)}; {use}")
     why = ""
     for any_batch in (True, False):
         try:
             content = _export(config, model, metadata, any_batch=any_batch)
             why = _describe_difference(config, model, content, threads, any_batch=any_batch)
-        except Exception as error:  # from torch.export, the exporter, onnxruntime or the user's own layers
+        except Exception as error:  # from torch.export, the exporter, onnxruntime or the user's layers
             while error.__cause__ is not None:
-                error = error.__cause__  # type: ignore[assignment]  # the exporter's own text is pages long
+                error = error.__cause__  # type: ignore[assignment]  # the exporter's text is pages long
             why = describe_error(error)[:_MAX_SHOWN_CHARACTERS]
         if not why:
             return content, any_batch
@@ -69,7 +69,7 @@ def _export(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, st
         varying.append({0: "batch", **grows} if any_batch else grows)
     # torch.export treats a size of 1 as a constant
     examples = _example_inputs(config, 2 if any_batch else 1, max_lengths(config))
-    with warnings.catch_warnings(action="ignore"):  # about shared names, and about plans of torch's own
+    with warnings.catch_warnings(action="ignore"):  # about shared names, and about plans of torch
         program = torch.onnx.export(
             model,
             (as_value(examples),),
@@ -94,7 +94,7 @@ def _describe_difference(
         wanted = as_tuple(model(as_value(inputs)))[0]
     logits = onnx_program(content, threads)[1](inputs)[0]
     if logits.shape != wanted.shape:
-        return f"its logits have shape {tuple(logits.shape)} in place of {tuple(wanted.shape)}"
+        return f"its logits have shape {tuple(logits.shape)} instead of {tuple(wanted.shape)}"
     difference, largest = (logits - wanted).abs().max().item(), wanted.abs().max().item()
     if difference <= TOLERANCE * largest:
         return ""

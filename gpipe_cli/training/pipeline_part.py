@@ -1,4 +1,4 @@
-"""A process's part of a pipeline, built from the pipeline's cut: for a run (`engine.py`), or for a user's own program
+"""A process's part of a pipeline, built from the pipeline's cut: for a run (`engine.py`) or a user's program
 (`library/`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,8 +64,8 @@ class PipelinePart:
             stage.set_autocast_dtype(dtype)
 
     def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> CompileCounts:
-        """Compile all layers of this process for micro-batches of `sizes` samples of which the first layer is given
-        `inputs`; returns what was compiled. Raises InvalidSettingError, which names the layer that does not compile."""
+        """Compile all layers of this process for micro-batches of `sizes` samples, with `inputs` for the first layer;
+        returns what was compiled. Raises InvalidSettingError, which names the layer that does not compile."""
         before = CompileCounts.current()
         for samples, (k, stage) in product(sizes, self.stages.items()):
             given = inputs_of(self.boundaries.training, k) if k else inputs
@@ -80,12 +80,12 @@ class PipelinePart:
                 continue
             for name, parameter in stage.frozen:
                 if parameter.requires_grad:
-                    why = "is trained from now on, and was frozen when the pipeline was built"
-                    raise InputError(f"{name} {why}; build the pipeline anew")
+                    why = "is trained now, and was frozen when the pipeline was built"
+                    raise InputError(f"{name} {why}; build the pipeline again")
 
     def sum_gradients(self, timings: StepTimings) -> None:
-        """After the last action of a step: wait for the sums of gradients over replicas, and add up those of tied
-        weights over their uses."""
+        """After the last action of a step: wait for the sums of gradients over replicas, and sum tied weights' over
+        their uses."""
         clocks = self.executor.timer.clocks
         adding = set(self.stages) if self.replicas is not None else self.tied.stages_with_remote_uses
         waits = {k: clocks[k].now() for k in adding}
@@ -100,7 +100,7 @@ class PipelinePart:
 
 
 def _remove_negative_zeros(gradients: Sequence[torch.Tensor]) -> None:
-    """Graphs add every gradient to zeros, so that none is -0.0: the same where stages launch kernel by kernel."""
+    """CUDA graphs add every gradient to zeros, so that none is -0.0: do the same where kernels are launched singly."""
     dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
     for _, group in groupby(dense, key=attrgetter("device")):
         torch._foreach_add_(list(group), 0.0)
@@ -113,8 +113,8 @@ def build_part(
     groups: ProcessGroups | None,
     on_action: OnAction = ignore_action,
 ) -> PipelinePart:
-    """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those of
-    other processes, and of other replicas."""
+    """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those in
+    other processes and other replicas."""
     layout = spec.layout
     rank_in_pipeline = process % layout.processes_per_pipeline
     device = torch.device(layout.device_of(process))

@@ -1,16 +1,16 @@
 """A training step and a pass over the test set, for any number of processes.
 
 Nothing here depends on whether the run is distributed: a process works on its own stages, and gets everything else by
-a gather in each step. For that gather each process packs its own metrics into a float64 vector of four parts:
+a gather in each step, for which each process packs its metrics into a float64 vector of four parts:
 
     sums       (5,)     over the mini-batch: elements, loss, cross-entropy, top-1, top-5
     stages     (K, 4)   the fields of `StageMetrics` for each stage
     norms      (P,)     of its parameters' gradients, in global order; -1 for parameters without gradient and as padding
                         (P is the most parameters of any process)
-    recording  (S,)     `StepTimings.seconds` of the process's stages, concatenated
+    timings    (S,)     `StepTimings.seconds` of the process's stages, concatenated
 
-Other numbers that it does not know are 0: sums are added up over all processes, and metrics of a stage are maxima over
-them. Norms and recordings are those of the first replica.
+Numbers that a process does not know are 0: sums are added up over all processes, and a stage's metrics are maxima over
+them. Norms and timings are the first replica's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,14 +45,14 @@ class StageMetrics:
     """Metrics of a stage, measured in its process; with several replicas, the maximum of each."""
 
     memory_bytes: float  # peak memory so far
-    activation_bytes: float  # most bytes of activations saved at once in this step; 0 if not counted
+    activation_bytes: float  # peak bytes of saved activations in this step; 0 if not counted
     overhead_bytes: float  # memory of the process's libraries; 0 if not counted, and on a GPU
-    without_core: float  # share of the stage's computing time without a core; 0 on a GPU
+    without_core: float  # fraction of the stage's computing time without a core; 0 on a GPU
 
 
 @dataclass(frozen=True)
 class PendingMetrics:
-    """What this process knows of a step that it has launched. Calling `totals` or `read_norms` waits for the device."""
+    """This process's metrics of a step that it has launched. Calling `totals` or `read_norms` waits for the device."""
 
     timings: StepTimings
     stages: Mapping[int, StageMetrics]
@@ -72,10 +72,10 @@ class StepMetrics:
 
 
 def run_one_micro_batch(engine: Engine, mini_batch: MiniBatch, schedule: Schedule) -> None:
-    """Run a mini-batch's first micro-batch alone, by `schedule`; gradients and statistics are then as after a step,
-    weights as before. The mini-batch must be the next to be loaded, and stays so.
+    """Run only the first micro-batch of a mini-batch, by `schedule`; gradients and statistics are then as after a step,
+    weights as before. The mini-batch must be the next to be loaded, and remains the next.
 
-    Raises as the executor does.
+    Raises the executor's errors.
     """
     if not mini_batch.shard.sizes:  # fewer samples than replicas: this replica has none
         return
@@ -95,11 +95,10 @@ def run_one_micro_batch(engine: Engine, mini_batch: MiniBatch, schedule: Schedul
 def compute_gradients(
     engine: Engine, mini_batch: MiniBatch, step: int, bytes_at_start: int | None = None, *, counts: bool = False
 ) -> PendingMetrics:
-    """Run a mini-batch forward and backward through the pipeline; gradients are summed over replicas, and those of
-    tied weights over their uses.
+    """Run a mini-batch forward and backward through the pipeline; gradients are summed over replicas, and tied weights'
+    also over their uses.
 
-    `counts`: saved activations are counted, too; with `bytes_at_start`, the memory that this process had when it began,
-    that of libraries.
+    `counts`: count saved activations; `bytes_at_start`, this process's memory when it began: count libraries' memory.
     """
     for stage in engine.stages.values():
         stage.counter.on = counts
@@ -129,7 +128,7 @@ def update_weights(engine: Engine, pending: PendingMetrics, rate: float) -> None
     if largest:
         norms = pending.norms
         if control.size > 1:
-            with control.blocked_on(BlockedOn.PROCESS):  # see `gather_metrics`
+            with control.blocked_on(BlockedOn.PROCESS):  # see `_pack`
                 padded = pending.read_norms()
             gathered = control.gather(padded)()[: engine.spec.layout.processes_per_pipeline]
             norms = _drop_padding(gathered).to(norms.device)
@@ -156,7 +155,7 @@ def evaluate(engine: Engine, test: SplitReader) -> Totals:
         _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
             launched.append(objective.totals_async())
-    with engine.control.blocked_on(BlockedOn.PROCESS):  # see `gather_metrics`
+    with engine.control.blocked_on(BlockedOn.PROCESS):  # see `_pack`
         for totals in launched:
             total += totals()
     return _sum(engine.control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
@@ -193,7 +192,7 @@ def to_first_device(config: TrainConfig, spec: PipelineSpec, inputs: Tensors | N
 
 
 def normalize_inputs(config: TrainConfig, inputs: Tensors) -> Tensors:
-    """The inputs as the first layer takes them: images that are uint8, as they are loaded, become float32."""
+    """The inputs as the first layer takes them: uint8 images, as they are loaded, become float32."""
     dataset = config.dataset
     if not isinstance(dataset, ImagesConfig):
         return inputs
@@ -208,7 +207,7 @@ def _run(
     label_smoothing: float,
     replicas: Replicas | None = None,
 ) -> tuple[StepTimings, CrossEntropy | None]:
-    """Run this pipeline's share of a mini-batch, by the schedule for its number of micro-batches. The objective is None
+    """Run this pipeline's shard of a mini-batch, by the schedule for its number of micro-batches. The objective is None
     without the last stage. With `replicas`, the sums of gradients are still in flight when this returns."""
     shard = mini_batch.shard
     inputs = None
@@ -226,47 +225,48 @@ def _run(
 
 
 def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], StepMetrics]:
-    """Begin to gather the metrics of a step from all processes; the function returned waits for them. Recordings are
-    converted to the clock of process 0."""
+    """Begin to gather the metrics of a step from all processes; the function returned waits for them."""
+    gathered, schedule = engine.control.gather(_pack(engine, pending)), pending.timings.schedule
+    return cache(lambda: _merge(engine, schedule, [_unpack(engine.spec, vector) for vector in gathered()]))
+
+
+def _pack(engine: Engine, pending: PendingMetrics) -> torch.Tensor:
+    """The metrics that this process knows, as the vector above; timings on the clock of process 0."""
     spec, control = engine.spec, engine.control
-    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.max_parameter_tensors
-    max_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.processes_per_pipeline))
-
-    def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sums, stages, norms, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
-        return sums, stages.view(spec.partitions, -1), norms, recorded
-
-    vector = torch.zeros(sum(sizes) + max_stages * max_marks(engine.config.micro_batches), dtype=torch.float64)
-    to_sums, to_stages, to_norms, to_recording = parts(vector)
+    stages = torch.zeros(spec.partitions, len(fields(StageMetrics)), dtype=torch.float64)
     for k, stage_metrics in pending.stages.items():
-        to_stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
+        stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
     with control.blocked_on(BlockedOn.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
-        if pending.totals is not None:
-            to_sums.copy_(torch.tensor(astuple(pending.totals()), dtype=torch.float64))
-        to_norms.copy_(pending.read_norms())
+        totals = NO_TOTALS if pending.totals is None else pending.totals()
+        norms = pending.read_norms()
         seconds = [value for _, values in sorted(pending.timings.seconds().items()) for value in values]
+    max_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.processes_per_pipeline))
+    timings = torch.zeros(max_stages * max_marks(engine.config.micro_batches), dtype=torch.float64)
     if spec.layout.replica_of(control.rank) == 0:  # the timeline shows replica 0 only
-        to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
-    gathered = control.gather(vector)
-    schedule = pending.timings.schedule
+        timings[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
+    return torch.cat([torch.tensor(astuple(totals), dtype=torch.float64), stages.flatten(), norms, timings])
 
-    @cache
-    def metrics() -> StepMetrics:
-        all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
-        recorded: list[list[float]] = [[]] * spec.partitions
-        for process in range(spec.layout.processes_per_pipeline):
-            of_process = iter(recordings[process].tolist())
-            for stage in spec.layout.stages_of(process):
-                recorded[stage] = list(
-                    islice(of_process, MARKS_PER_ACTION * len(schedule.stages[stage]) + MARKS_PER_STAGE)
-                )
-        _check_gradients_agree(engine, all_norms)
-        largest = torch.stack(all_stages).amax(dim=0).tolist()  # over processes, and so over replicas
-        norm = float(global_norm(_drop_padding(all_norms[: spec.layout.processes_per_pipeline])))
-        stages = tuple(StageMetrics(*values) for values in largest)
-        return StepMetrics(_sum(all_sums), norm, stages, recorded)
 
-    return metrics
+def _unpack(spec: PipelineSpec, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The four parts of a process's vector: sums, stages, norms, timings."""
+    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.max_parameter_tensors
+    sums, stages, norms, timings = vector.split([*sizes, len(vector) - sum(sizes)])
+    return sums, stages.view(spec.partitions, -1), norms, timings
+
+
+def _merge(engine: Engine, schedule: Schedule, vectors: Sequence[tuple[torch.Tensor, ...]]) -> StepMetrics:
+    """The metrics of the step, from the parts of the vectors of all processes."""
+    layout = engine.spec.layout
+    sums, stages, norms, all_timings = zip(*vectors, strict=True)
+    _check_gradients_agree(engine, norms)
+    seconds: list[list[float]] = [[]] * len(layout.devices)
+    for process in range(layout.processes_per_pipeline):
+        timings = iter(all_timings[process].tolist())
+        for k in layout.stages_of(process):
+            seconds[k] = list(islice(timings, MARKS_PER_ACTION * len(schedule.stages[k]) + MARKS_PER_STAGE))
+    norm = float(global_norm(_drop_padding(norms[: layout.processes_per_pipeline])))
+    largest = torch.stack(stages).amax(dim=0).tolist()  # over processes, and so over replicas
+    return StepMetrics(_sum(sums), norm, tuple(StageMetrics(*values) for values in largest), seconds)
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> Totals:
@@ -275,8 +275,8 @@ def _sum(parts: Sequence[torch.Tensor]) -> Totals:
 
 
 def _check_gradients_agree(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
-    """Raises InputError if a parameter has a gradient in some replicas only, and RuntimeError if its gradients have
-    different norms in two replicas: their weights would diverge. `norms`, (P,) each, are those of all processes."""
+    """Raises InputError if a parameter has a gradient in only some replicas, and RuntimeError if its gradients have
+    different norms in two replicas: their weights would diverge. `norms`: (P,) of each process."""
     spec = engine.spec
     for process, process_norms in enumerate(norms):
         first_norms = norms[process % spec.layout.processes_per_pipeline]

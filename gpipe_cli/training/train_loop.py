@@ -57,11 +57,11 @@ def train(
 
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
-    Raises InputError for errors that the user can fix, ActionFailedError and PeerLostError as the executor does,
+    Raises InputError for errors that the user can fix, ActionFailedError and PeerLostError from the executor,
     CheckpointError, DivergedError and UnreadableError.
     """
     # The order matters: data loaders must be forked while this process has no threads, connections or CUDA context (1);
-    # a process without data gets the lengths of samples from another, which has it (2); weights take memory, and are
+    # a process without data gets the lengths of samples from a process that has it (2); weights take memory, and are
     # created once the data is known to be good (3); nothing is written into the run folder before all checks have
     # passed (4).
 
@@ -81,7 +81,7 @@ def train(
     check_last_mini_batch(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
-    # --- 3. Build this process's part of the pipeline, with initial weights or those of a checkpoint -------------
+    # --- 3. Build this process's part of the pipeline, with initial weights or a checkpoint's --------------------
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=source is None)
     resume_from = None if config.resume is None else source
     if resume_from is not None:
@@ -122,11 +122,10 @@ class Training:
 
     def __post_init__(self) -> None:
         self._first_step = self.progress.step
-        self._activations_counted = False  # whether activations were counted
+        self._activations_counted = False
         self._pending_step: _PendingStep | None = None  # the step that is launched but not reported yet
-        self._first_stage_free_at = (
-            self._step_end_at
-        ) = -math.inf  # end of the last reported step: on stage 0, on all stages
+        self._first_stage_free_at = -math.inf  # end of the last reported step on stage 0
+        self._step_end_at = -math.inf  # and on all stages
 
     def run(self) -> None:
         """Run all steps, with the evaluations and checkpoints that are due after them."""
@@ -150,8 +149,7 @@ class Training:
                 reason = max(reason, self.engine.control.any_stop_asked())
             stops = (reason and not ends) or reason >= Stop.UNREADABLE
             saves = best or saves or (stops and not self.milestones.only_steps)
-            # a checkpoint is written in the background of the next steps
-            self.progress = self.checkpoints.after_step(self.progress, save=saves)
+            self._checkpoint(best=best, save=saves)
             if ends or stops:
                 break
         self._finish()
@@ -170,7 +168,7 @@ class Training:
         counts = full and not self._activations_counted and step > self._first_step
         self._activations_counted = self._activations_counted or counts
         mini_batch = MiniBatch(self.readers.training, epoch, position)
-        # the parent may hear of the first step only
+        # if the run is short, the first step is the only step that is reported
         bytes_at_start = self.bytes_at_start if counts or step == self._first_step else None
         pending = compute_gradients(engine, mini_batch, step, bytes_at_start, counts=counts)
         report_step_before = self._gather_pending()
@@ -197,23 +195,21 @@ class Training:
         self.progress = replace(self.progress, epoch_totals=before + metrics.totals)
         # a GPU begins a step when the previous step has ended, however early it was launched
         began, begins = max(step.began, self._first_stage_free_at), max(step.began, self._step_end_at)
-        self._first_stage_free_at, self._step_end_at = (
-            metrics.seconds[0][-1],
-            max(seconds[-1] for seconds in metrics.seconds),
-        )
+        self._first_stage_free_at = metrics.seconds[0][-1]
+        self._step_end_at = max(seconds[-1] for seconds in metrics.seconds)
         batches, of_epoch = self.readers.training.batches, self.progress.epoch_totals
         self.process.report(_step_message(config, batches, step, metrics, of_epoch, self._step_end_at - begins))
         self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation set, or if there is none on the test set; returns whether the score is the best so
-        far, not if a sample could not be read."""
+        far; False if a sample could not be read."""
         progress = self.progress
         step, epoch = progress.step, progress.epoch + 1
         score, evaluated = self._evaluate_split(
             "test" if self.readers.validation is None else "validation", step, epoch
         )
-        if self.engine.control.any_stop_asked() == Stop.SIGPIPE_EXIT:
+        if self.engine.control.any_stop_asked() == Stop.EVALUATION_UNREADABLE:
             return False
         best = is_best(score, progress)
         tested = events.EvalRecord(step, epoch, evaluated.scores) if math.isfinite(evaluated.scores.loss) else None
@@ -234,12 +230,24 @@ class Training:
         scores = to_scores(config, totals, averaged=averaged)
         return score_of(totals, text=config.text), events.Evaluated(step, epoch, scores, split, False, examples)
 
+    def _checkpoint(self, *, best: bool, save: bool) -> None:
+        """Begin a checkpoint if `save`, once the previous one is complete; it is written during the next steps. A step
+        stays the best only if its checkpoint could be written: otherwise the last complete checkpoint has the best."""
+        self.checkpoints.poll()
+        if save:
+            self.checkpoints.wait_until_idle(self.progress.step)
+        if self.checkpoints.state == "idle" and not best:
+            last = self.checkpoints.last
+            self.progress = replace(self.progress, best_score=last.best_score, best_step=last.best_step, best=last.best)
+        if save:
+            self.checkpoints.start(self.progress)
+
     def _finish(self) -> None:
-        """Complete the last checkpoint, score the test set if it has not chosen the best weights, and wait for all
-        processes before this process disconnects."""
+        """Complete the last checkpoint, score the test set if the validation set has chosen the best weights, and wait
+        for all processes before this process disconnects."""
         ended = self.progress.step >= self.milestones.end_step
         self.checkpoints.close(self.progress.step)
-        self.readers.training.check_read(self.engine.control)  # its loader is that of the others, too
+        self.readers.training.check_read(self.engine.control)  # all splits share its loader
         if ended and self.readers.validation is not None and not self.milestones.only_steps:
             self._score_best()
         if not ended:
@@ -248,7 +256,7 @@ class Training:
         self.engine.finish()
 
     def _score_best(self) -> None:
-        """Evaluate the weights that the validation set has chosen on the test set. Raises CorruptCheckpointError if
+        """On the test set, evaluate the weights that the validation set has chosen. Raises CorruptCheckpointError if
         their checkpoint cannot be read."""
         step = self.progress.best_step or self.progress.step
         if step != self.progress.step:
@@ -299,8 +307,8 @@ class _PendingStep:
     pending: PendingMetrics
     progress: Progress
     rate: float
-    began: float  # when its launch began, in seconds of the clock of the recordings
-    activations_counted: bool  # whether saved activations were counted in it
+    began: float  # when its launch began, in seconds on the clock of its timings
+    activations_counted: bool
 
 
 def _step_message(
@@ -311,7 +319,7 @@ def _step_message(
     of_epoch: Totals,
     seconds: float,
 ) -> events.StepDone:
-    """The message that reports a step; `of_epoch`: over the mini-batches of its epoch up to this."""
+    """The message that reports a step; `of_epoch`: totals of its epoch up to this mini-batch."""
     text = config.text
     loss, cross_entropy, top1, top5 = metrics.totals.means
     _, epoch_cross_entropy, epoch_top1, _ = of_epoch.means
@@ -399,8 +407,8 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
 
 
 def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -> events.GraphsCaptured:
-    """Record each stage's graphs for the first micro-batch of the next mini-batch, where they give the bits of the
-    layers; gradients and buffers are then as before. Raises InputError if a stage has none, and graphs=true."""
+    """Capture each stage's CUDA graphs for the first micro-batch of the next mini-batch, if they give the layers' bits;
+    leaves gradients and buffers as they were. Raises InputError if a stage has none, and graphs=true."""
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
     spec = engine.spec
@@ -412,7 +420,7 @@ def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -
             # attributes stay: graphs may read tensors that a layer has made in its first call
             stack.enter_context(restoring_state(engine.stages[k].module, keep_attributes=True, keep_buffers=True))
             stage_graphs.capture_eagerly = True
-        for fraction in (0.0, 1.0):  # graphs must not depend on the share of the training that is done
+        for fraction in (0.0, 1.0):  # graphs must not depend on the progress of the training
             engine.set_progress(fraction)
             run_one_micro_batch(engine, MiniBatch(training, epoch, position), schedule)
     for stage_graphs in graphs.values():
@@ -427,7 +435,7 @@ def _capture_graphs(engine: Engine, training: SplitReader, progress: Progress) -
 
 
 def _check_layers(engine: Engine, training: SplitReader, progress: Progress) -> tuple[str, str]:
-    """Probe every layer on the first micro-batch of the next mini-batch; returns a line of the banner (label, fact).
+    """Run every layer twice on the first micro-batch of the next mini-batch; returns the banner's (label, fact).
 
     Raises InputError for a layer whose results or state would depend on whether it is recomputed.
     """

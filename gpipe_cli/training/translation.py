@@ -8,8 +8,8 @@ hypotheses: the candidates, which only the last stage knows, are gathered once p
 
 BLEU is the paper's metric, which it plots by language; chrF counts characters and suits names and short sentences
 better. Both are sacreBLEU's, with its signatures, because BLEU scores of different tokenizations cannot be compared.
-Each target language has the tokenizer that sacreBLEU recommends for it. The sources, taken as translations, are
-scored, too: between related languages, and for names, these are far from 0.
+Each target language has the tokenizer that sacreBLEU recommends for it. The sources are also scored as if they were
+translations: between related languages, and for names, these scores are far from 0.
 """
 
 import math
@@ -91,20 +91,20 @@ class Beam:
         if self._best is None:
             return False
         # A log-probability only falls, and its divisor only grows with the length, or only shrinks (negative penalty):
-        # the greatest score within reach is that of ending at once or as late as possible.
+        # the greatest score within reach is reached by ending now or as late as possible.
         best_score = self.growing[0].score
         return self._best[0] >= max(
             self._by_length(best_score, self._length + 1), self._by_length(best_score, self._max_tokens)
         )
 
     def advance(self, candidates: Sequence[Sequence[tuple[float, float]]]) -> None:
-        """Add a token. `candidates[h]` are the (token, log-probability) that may follow `growing[h]`: the end, and
-        the `beam` most probable others (all, if there are fewer); those of minus infinity or NaN are ignored."""
+        """Add a token. `candidates[h]` are the (token, log-probability) that may follow `growing[h]`: the end, and the
+        `beam` most probable others (all, if there are fewer); minus infinity and NaN are ignored."""
         ranked = sorted(
             (-(hypothesis.score + score), rank, int(token))
             for rank, (hypothesis, row) in enumerate(zip(self.growing, candidates, strict=True))
             for token, score in row
-            if score > -math.inf  # false for NaN, too
+            if score > -math.inf  # also false for NaN
         )
         self._length += 1
         grown: list[Hypothesis] = []
@@ -178,8 +178,8 @@ def decode(
 ) -> list[list[int]]:
     """The translations of the pairs `indices`, in that order: tokens without begin and end, the same in every process.
 
-    Call it in every process of the run, inside `engine.evaluation_mode`; `split` is needed with the first or the last
-    stage. `on_decoded` gets the number of sentences done so far. Raises as the executor does.
+    Call it in every process of the run, within `engine.evaluation_mode`; `split` is needed with the first or the last
+    stage. `on_decoded` gets the number of sentences done so far. Raises the executor's errors.
     """
     if not indices:
         return []
@@ -238,9 +238,9 @@ def decode(
 
 
 def pick_evenly(samples: int, wanted: int) -> list[int]:
-    """The indices of `wanted` of `samples` sentences, evenly spaced from the first; all, if there are no more.
+    """The indices of `wanted` of `samples` sentences, evenly spaced from the first; all, if there are fewer.
 
-    >>> choose(10, 4)
+    >>> pick_evenly(10, 4)
     [0, 2, 5, 7]
     """
     wanted = min(samples, wanted)
@@ -254,7 +254,7 @@ def translate(
     on_decoded: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Translation]:
     """Translate `settings.sentences` sentences of the test set (None: all). Returns [] in all processes but the first,
-    and where there is nothing to translate. Call it in every process, inside `engine.evaluation_mode`; `on_decoded`
+    and where there is nothing to translate. Call it in every process, within `engine.evaluation_mode`; `on_decoded`
     gets the number of sentences done and their total."""
     config = engine.config
     if config.task != "translation" or config.dataset.name == "synthetic_text":
@@ -315,7 +315,7 @@ def score_translations(translations: Sequence[Translation], *, of: int, beam: in
 
 
 def _bleu_metric(language: str) -> "BLEU":
-    """BLEU with the tokenizer that sacreBLEU recommends for a language, such as `zh_Hant`; with characters in place of
+    """BLEU with the tokenizer that sacreBLEU recommends for a language, such as `zh_Hant`; with characters instead of
     words for Japanese and Korean if MeCab, which finds their words, is not installed with its dictionary."""
     from sacrebleu.metrics import BLEU
 

@@ -18,7 +18,7 @@ def sentences(dimensions: int = 2) -> SplitIndex:
 
 
 def batches_of(data: SplitIndex | int, **settings: Any) -> MiniBatches:
-    """A number stands for so many images."""
+    """A number stands for that many images."""
     split_index = data if isinstance(data, SplitIndex) else SplitIndex(data)
     return MiniBatches(split_index, **{"batch_size": None, "seed": 0, "shuffle": True, **settings})
 
@@ -167,5 +167,5 @@ def test_every_epoch_has_as_many_steps_as_epoch_0() -> None:
     for seed in range(5):
         batches = batches_of(data, batch_tokens=60, seed=seed, temperature=5.0)
         needed.add(batches.steps_per_epoch)
-        assert all(all(epoch_of(batches, epoch)) for epoch in range(6))  # of so many steps
+        assert all(all(epoch_of(batches, epoch)) for epoch in range(6))
     assert len(needed) > 1  # otherwise this test would prove nothing

@@ -30,7 +30,7 @@ def test_a_file_of_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> None:
     assert (tmp_path / ".a.lock").read_text() == "mine"
 
 
-def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path) -> None:
     read_or_make(tmp_path, "a", lambda: b"0123456789" * 10)
     stored = (tmp_path / "a").read_bytes()
     for damaged in (stored[:-7], stored[:40] + b"x" + stored[41:], b""):
@@ -39,7 +39,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_several_processes_make_it_once(tmp_path: Path) -> None:
-    """Each of them would make content of its own; all get the first one's."""
+    """Each of them would make different content; all get the first one's."""
 
     def make() -> bytes:
         time.sleep(0.1)

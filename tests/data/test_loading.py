@@ -117,7 +117,7 @@ def test_broken_image_reaches_the_consumer_as_one_line(train: ImageSplit, tmp_pa
 
 
 def test_a_batch_that_cannot_be_read_is_known_one_ahead(train: ImageSplit, tmp_path: Path) -> None:
-    """So that all processes of a training can stop before it; an evaluation goes on with zeros."""
+    """So that all processes of a training can stop before it; an evaluation continues with zeros."""
     path = tmp_path / "train/b/3.jpg"
     path.write_bytes(path.read_bytes()[:200])
     mini_batches = MiniBatches(train.split_index, batch_size=2, seed=1, shuffle=False)
@@ -137,7 +137,7 @@ def test_a_batch_that_cannot_be_read_is_known_one_ahead(train: ImageSplit, tmp_p
 
 
 def consume(out: int) -> None:
-    """A process of its own session that loads by two workers; the pipe `out` ends when all of them have gone."""
+    """A process in a separate session that loads with two workers; the pipe `out` ends when all of them have ended."""
     os.setsid()
     os.dup2(out, 2)
     sys.stderr = os.fdopen(out, "w", buffering=1)
@@ -154,7 +154,7 @@ def consume(out: int) -> None:
 def test_a_killed_consumer_leaves_no_process_behind(
     kill: Callable[[int, int], None], number: int, tracebacks: int
 ) -> None:
-    """Ctrl-C in a terminal reaches every process of the group; only the consumer says so."""
+    """Ctrl-C in a terminal reaches every process of the group; only the consumer reports it."""
     read, write = os.pipe()
     consumer = multiprocessing.get_context("fork").Process(target=consume, args=(write,))
     consumer.start()
@@ -179,7 +179,7 @@ def test_a_run_prepares_only_what_it_reads_next_and_what_fits_the_memory(
 
     def logged(split: ImageSplit, epoch: int, indices: list[int], lengths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         if multiprocessing.parent_process() is not None:
-            with log.open("a") as file:  # a line is written at once
+            with log.open("a") as file:  # a line is one write
                 file.write("test\n" if split.seed is None else "training\n")
         return inputs(split, epoch, indices, lengths)
 

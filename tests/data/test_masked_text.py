@@ -1,4 +1,4 @@
-"""Windows for a masked language model: what is selected, what is seen in its place, and that it depends on the seed,
+"""Windows for a masked language model: what is selected, what replaces it, and that it depends on the seed,
 the epoch and the sample alone."""
 
 import torch
@@ -47,7 +47,7 @@ def test_it_depends_on_seed_epoch_and_sample_alone() -> None:
 
 
 def test_ends_of_documents_are_not_selected_and_windows_are_full() -> None:
-    """But for a window that has nothing else; 19 tokens are 4 windows of 4, as of a fifth some have no successor."""
+    """Except in a window that has nothing else; 19 tokens are 4 windows of 4, as some of a fifth have no successor."""
     text = MaskedText(
         TextSplit(torch.tensor([5, END, 6, END] * 4 + [END] * 4, dtype=torch.int32), 4, SentencePieceTokenizer(b"")),
         9,

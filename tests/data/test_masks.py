@@ -71,7 +71,7 @@ def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> No
 
 
 def test_a_mask_is_turned_as_its_image(tmp_path: Path) -> None:
-    """By tags of their own: without one, a mask was drawn on the turned image. 16 bits and a bit are classes, too."""
+    """By separate tags: without one, a mask was drawn on the turned image. Pixels may have 16 bits, or one."""
     root, tag = folder(tmp_path), Image.Exif()
     tag[0x0112] = 8  # turned to the left
     values = np.zeros((8, 12), dtype=np.uint8)
@@ -95,7 +95,7 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
             opened("image_masks", root, num_classes=2, augmentation=None)
     Image.fromarray(np.eye(8, 12, dtype=np.uint8) * 255).save(mask)  # all of 255 was left out without a word
-    with pytest.raises(InvalidSettingError, match=r"^dataset\.root=.*0 and 255 only.*1 for the other class"):
+    with pytest.raises(InvalidSettingError, match=r"^dataset\.root=.*only the values 0 and 255.*1 for the other class"):
         opened("image_masks", root, num_classes=2, augmentation=None)
     twin = root / "train" / "images" / "a.png"
     write_image(twin, size=(12, 8))
@@ -128,7 +128,9 @@ def test_a_split_without_a_valid_target_is_refused(tmp_path: Path) -> None:
         write_image(root / split / "images" / "b.jpg", size=(12, 8))
         (root / split / "masks" / "b.png").write_bytes(whole)
     opened("image_masks", root, num_classes=2, augmentation=None)
-    with pytest.raises(InvalidSettingError, match=r"another share dataset\.validation$"):  # of which a set has no class
+    with pytest.raises(
+        InvalidSettingError, match=r"another fraction dataset\.validation$"
+    ):  # of which a set has no class
         opened("image_masks", root, num_classes=2, augmentation=None, validation=0.5)
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer of Hugging Face's: the same ids as in any other program, and no id that is taken for padding."""
+"""A Hugging Face tokenizer: the same ids as in any other program, and no id that is taken for padding."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is held out of a training set: a share of each class, of windows of text, or of the targets of pairs."""
+"""What is held out of a training set: a fraction of each class, of windows of text, or of the targets of pairs."""
 
 from collections import Counter
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_no_target_of_pairs_is_in_two_sets(tmp_path: Path) -> None:
     assert len(targets[2]) == round(0.2 * len(targets[0] | targets[2]))
 
 
-def test_a_folder_of_its_own_may_be_the_validation_set(tmp_path: Path) -> None:
+def test_a_separate_folder_may_be_the_validation_set(tmp_path: Path) -> None:
     for split in ("train", "test", "val"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "text.txt").write_text(f"a text that is for {split} only\n" * 9)

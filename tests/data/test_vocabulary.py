@@ -1,4 +1,4 @@
-"""The vocabulary: every text comes back, the same input gives the same ids, and SentencePiece's errors become ours."""
+"""The vocabulary: every text is restored, the same input gives the same ids, and SentencePiece's errors become ours."""
 
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,9 @@ def test_every_text_comes_back_and_nothing_is_unknown(vocabulary: SentencePieceT
         *(" ", "a\0b", ""),
     ]
     encoded = vocabulary.encode(texts)
-    assert all(UNKNOWN + 2 < number < vocabulary.size for ids in encoded for number in ids)  # not special, no symbol
+    assert all(
+        UNKNOWN + 2 < number < vocabulary.size for ids in encoded for number in ids
+    )  # neither special nor a symbol
     assert [vocabulary.decode(ids) for ids in encoded] == texts
 
 
@@ -81,7 +83,7 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
         assert make_tokenizer(LINES, least, tmp_path, symbols=symbols, add_dummy_prefix=True).size == least
 
 
-def test_a_vocabulary_that_cannot_be_read_is_not_learned_anew(tmp_path: Path) -> None:
+def test_a_vocabulary_that_cannot_be_read_is_not_learned_again(tmp_path: Path) -> None:
     """Every token would mean something else."""
     assert saved_vocabulary(tmp_path) is None
     (tmp_path / VOCABULARY).mkdir()

@@ -1,5 +1,5 @@
-"""AmoebaNet: operations that behave and start as TensorFlow's, cells wired as the TPU reference's tables say, and the
-whole network with the paper's sizes, the reference's layout, and its ends."""
+"""AmoebaNet: operations that behave and start as TensorFlow's, cells wired by the TPU reference's tables, and the whole
+network with the paper's sizes, the reference's layout, and its ends."""
 
 import math
 from typing import Any
@@ -36,7 +36,7 @@ from gpipe_cli.models.amoebanet_ops import (
 
 def same(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], value: float = 0.0) -> Tensor:
     """`x` in a frame, from the definition of TensorFlow's SAME rule: of the pixels that the last window lacks, half
-    (rounded down) lie before the first."""
+    (rounded down) are before the first."""
     lacks = [
         max((math.ceil(length / step) - 1) * step + size - length, 0)
         for length, size, step in zip(x.shape[2:], kernel, stride, strict=True)
@@ -146,7 +146,7 @@ def inputs(previous: FeatureMap) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(cell: Cell, current: Tensor, previous: Tensor) -> Tensor:
-    """The cell once more, every ReLU on its own."""
+    """The cell again, with a separate ReLU for each operation."""
     states = [cell.current(F.relu(current)), cell.previous(previous)]
     operations = iter(cell.operations)
     for pair in cell.genotype.pairs:

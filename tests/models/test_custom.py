@@ -1,4 +1,4 @@
-"""A user's own function: found from the current directory, called with its arguments, refused in one line."""
+"""A user's function: found from the current directory, called with its arguments, refused in one line."""
 
 import sys
 from pathlib import Path
@@ -67,9 +67,9 @@ def test_a_function_of_the_current_directory() -> None:
         ("absent_for_tests:build", {}, "there is no module absent_for_tests, neither in .* nor installed"),
         ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no function bild"),
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
-        ("torch.nn:ReLU", {}, "is an object of type ReLU, and no nn.Sequential"),
+        ("torch.nn:ReLU", {}, "is an object of type ReLU, not an nn.Sequential"),
         # only the layers of what is returned are run: once these were trained without the rest, and nothing said so
-        ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles has a forward of its own"),
+        ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles has a forward, and"),
         ("zoo_for_tests.nets:repeated", {}, "layers 1 and 3 are the same module.*; make a module for each place"),
         ("zoo_for_tests.nets:lazy", {}, r"layer 1\.1 \(LazyLinear\) has no shapes before its first forward"),
     ],

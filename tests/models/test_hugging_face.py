@@ -55,7 +55,7 @@ VIT = BLOCKS | {"image_size": PIXELS, "patch_size": 4, "hidden_dropout_prob": 0.
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model is for: transformers' class, our chain, the chain's inputs, and those of transformers' forward."""
+    """What a model is for: transformers' class, our chain, the chain's inputs, and transformers' inputs."""
 
     auto: Any
     build: Callable[..., nn.Sequential]
@@ -127,7 +127,7 @@ def saved(folder: Path, name: str, shards: str = "5GB", **changes: Any) -> Path:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            # of norms and biases, too: ones and zeros would hide a mistake
+            # also of norms and biases: ones and zeros would hide a mistake
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 5)
     model.save_pretrained(folder, max_shard_size=shards)
     return folder
@@ -161,7 +161,7 @@ def whole(folder: Path, kind: Kind = CAUSAL, attention: str = "eager") -> Any:
 
 
 def tensors_of(model: nn.Module, layers: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers; `layers`: by the names in the whole model, without those of layers."""
+    """Parameters and buffers; `layers`: by the names in the whole model, without the layers' names."""
     found = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
     return {name.partition(".")[2] if layers else name: tensor for name, tensor in found.items()}
 
@@ -229,7 +229,7 @@ def test_initial_values_are_as_in_transformers_and_the_same_for_every_cut(name: 
 
 
 def test_files_of_the_base_model_and_in_bfloat16(tmp_path: Path) -> None:
-    """GPT-2's files on the hub lack the prefix of the base model; those of large models are in bfloat16."""
+    """GPT-2's files on the hub lack the prefix of the base model; large models' files are in bfloat16."""
     folder = saved(tmp_path / "head", "tied gpt2")
     model = whole(folder)
     model.transformer.save_pretrained(tmp_path / "base")
@@ -243,8 +243,8 @@ def test_files_of_the_base_model_and_in_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(found.eval()(tokens), whole(tmp_path / "half").eval()(tokens).logits)
 
 
-def test_a_layer_reads_the_files_of_its_own_tensors_only(tmp_path: Path) -> None:
-    """As every process does: without the file of the first layer all others can be had."""
+def test_a_layer_reads_only_the_files_of_its_tensors(tmp_path: Path) -> None:
+    """As every process does: without the file of the first layer all others can be loaded."""
     folder = saved(tmp_path, "llama", shards="20KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     (folder / index["weight_map"]["model.embed_tokens.weight"]).unlink()
@@ -309,7 +309,7 @@ SYNTHETIC = [
 
 
 def test_a_training_has_the_same_bits_for_every_cut(tmp_path: Path) -> None:
-    """With dropout, recomputation and loaded weights; then its checkpoint goes on without the files of weights."""
+    """With dropout, recomputation and loaded weights; then its checkpoint is resumed without the files of weights."""
     folder = saved(tmp_path / "model", "tied gpt2")
     settings = [*SHORT, *SYNTHETIC, f"model.name={folder}", "executor=in_process", "recompute=always", "ema_decay=0"]
     runs = [tmp_path / "one", tmp_path / "two"]
@@ -345,7 +345,7 @@ def test_a_translation_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In layouts of two kinds: images lie channels last, what blocks exchange does not."""
+    """In two memory formats: images are channels last, what blocks exchange is not."""
     folder = saved(tmp_path / "model", "vit")
     settings = [
         *SHORT, f"model.name={folder}", "dataset=synthetic_images", f"dataset.image_size={PIXELS}",
@@ -382,7 +382,7 @@ def test_a_pretrained_classifier_means_its_own_classes(tmp_path: Path, capfd: py
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
-    """Its own tensors again, in the names of its own files, and settings of generation as they were."""
+    """The same tensors, by the names in the model's files, and settings of generation as they were."""
     kind = MODELS[name][0]
     folder = saved(tmp_path / "one", name)
     if (generation := folder / GENERATION).exists():
@@ -425,7 +425,7 @@ def test_a_run_becomes_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_code_that_a_folder_names_is_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a known family, with classes of its own, kernels, quantization and adapters; the run keeps the tokenizer."""
+    """Of a known family, with custom classes, kernels, quantization and adapters; the run keeps the tokenizer."""
     folder, ran = saved(tmp_path / "model", "llama"), tmp_path / "ran"
     write_tokenizer(folder, eos_token="<end>")
     (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
@@ -461,7 +461,7 @@ def test_code_that_a_folder_names_is_not_run(tmp_path: Path, capfd: pytest.Captu
 def test_masked_text_has_the_same_bits_for_every_cut_and_after_a_resumption(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The masks of both epochs are drawn anew where the second process, or the resumed run, needs them."""
+    """The masks of both epochs are drawn again where the second process, or the resumed run, needs them."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer", eos_token="<end>", mask_token="<mask>")
     (tmp_path / "text.txt").write_text("\n".join(LINES), encoding="utf-8")
     settings = [
@@ -535,7 +535,7 @@ def test_adapters_change_nothing_at_first_and_are_those_of_peft(name: str, tmp_p
 
 @pytest.mark.parametrize("name", ["llama", "tied gpt2"])
 def test_only_adapters_are_trained(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In every cut alike; they alone have gradients and a state of the optimizer, also in the plan."""
+    """In every cut alike; only they have gradients and optimizer state, also in the plan."""
     pytest.importorskip("peft")
     settings = [
         *SHORT, *SYNTHETIC, f"model.name={saved(tmp_path / 'model', name)}", "executor=in_process", "ema_decay=0",

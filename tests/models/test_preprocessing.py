@@ -57,13 +57,13 @@ def loss_of(run: Path) -> float:
 
 def test_timm_s_weights_see_what_timm_shows_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every model got (x - 0.5) / 0.5, without a word: the loss of weights trained on ImageNet was another than timm's.
-    The run keeps the scaling: its weights' file may go. An export of it has it, too, and brings it to other runs."""
+    The run keeps the scaling: its weights' file may go. Its export also has it, and brings it to other runs."""
     torch.manual_seed(0)
     model = timm.create_model(NETWORK, num_classes=2).eval()
     model.classifier.weight.data.mul_(30)
     file, run = tmp_path / "weights.safetensors", tmp_path / "run"
     save_file(model.state_dict(), file)
-    photos = write_photos(tmp_path / "photos", (256, 256))  # which timm scales to 256, too, before it crops
+    photos = write_photos(tmp_path / "photos", (256, 256))  # which timm also scales to 256 before it crops
     settings = of_timm(tmp_path / "photos", f"model.weights={file}", "freeze=[stem,'blocks_*']")
     assert command("train", *settings, *STILL, f"run_folder={run}") == 0
     scaled = "224 pixels, mean [0.485,0.456,0.406], deviation [0.229,0.224,0.225], bicubic"
@@ -113,7 +113,7 @@ def test_settings_win_over_the_weights_and_files_of_the_user_s(tmp_path: Path) -
 
 
 def test_a_folder_of_hugging_face_has_a_preprocessor(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The loss is that of transformers' own preprocessor and model; an export brings one that does the same."""
+    """The loss equals that with transformers' preprocessor and model; an export contains one that does the same."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

@@ -1,5 +1,5 @@
-"""timm's networks by name: a chain computes what timm's own model computes, bit for bit, from timm's initial values and
-files of weights; and what is refused."""
+"""timm's networks by name: a chain's results are timm's model's, bit for bit, from timm's initial values and files of
+weights; and what is refused."""
 
 import copy
 import runpy
@@ -44,7 +44,7 @@ SMALL = "test_resnet"
 
 
 def timm_state(sequence: nn.Sequential) -> dict[str, Tensor]:
-    """The tensors of a chain under the names that timm gives them."""
+    """The tensors of a chain by timm's names."""
     return {name.partition(".")[2]: tensor for name, tensor in sequence.state_dict().items()}
 
 

@@ -1,4 +1,4 @@
-"""The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are those of the tables."""
+"""The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are the tables'."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ SCORES = Table.of_rows(
     [("top-1", "84.4 %", "100.00 %", "-"), ("loss", "-", "0.0628", "-")],
 )
 FOUND = Reproduction(
-    name="a_recipe", title="Title", claim="K < 8 is slow", source="Table 2", needs="2 GPUs", scale="desk",
+    name="a_recipe", title="Title", claim="K < 8 is slow", source="Table 2", needs="2 GPUs", scale="small",
     machine="2 cores", tables=(SPEEDS, SIZES, SCORES), notes=(("found", "a & b"),), commands=("gpipe plan",),
     files=(), seconds=90.0,
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_qu
 
 
 def test_the_page_has_names_as_text(tmp_path: Path) -> None:
-    """Of a recipe of the user's own, too."""
+    """Also of a user's recipe."""
     write_report(tmp_path, [replace(FOUND, name='<i>"name', scale="<i>scale")], {})
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<i>" not in page
@@ -122,7 +122,7 @@ class TestInABrowser:
         assert rows == sorted(rows, key="not comparable".__eq__), "what can be compared comes first"
 
 
-def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
+def test_the_results_in_the_readme_are_replaced_between_its_marks() -> None:
     readme = (Path(__file__).parent.parent.parent / "recipes" / "README.md").read_text(encoding="utf-8")
     before, _, rest = readme.partition(BEGIN)
     after = rest.partition(END)[2]

@@ -1,5 +1,5 @@
-"""What a folder may come with: its files name functions, classes and modules, and nothing that they name is run unless
-who opens them names it, too. `target: subprocess:getoutput` in config.yaml was enough for every command."""
+"""Code that a folder's files name, functions, classes and modules, is run only if the user who opens them also names
+it. `target: subprocess:getoutput` in config.yaml was enough for every command."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plant(file: Path) -> None:
-    """Have a file name the planted function in place of that which its run was trained with."""
+    """Have a file name the planted function instead of the one that its run was trained with."""
     file.write_text(file.read_text().replace("custom_models:small", "planted:build"))
 
 
@@ -75,7 +75,7 @@ def line_of(capfd: pytest.CaptureFixture[str]) -> str:
 def test_a_function_that_a_run_names_is_not_called(
     line: str, run: Path, ran: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With what the line says to add, and another function in its place, the command does its work."""
+    """With what the message asks to add, naming another function instead, the command does its work."""
     arguments = shlex.split(line.format(run, run))
     assert command(*arguments) == 2
     refused, remedy = line_of(capfd).split("if you trust it, add ")
@@ -86,7 +86,7 @@ def test_a_function_that_a_run_names_is_not_called(
 
 
 def test_what_only_looks_at_a_run_calls_nothing(run: Path, ran: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its weights are taken by a run with a function of its own."""
+    """Its weights are loaded by a run with another function."""
     assert command("train", *OWN, f"init_from={run}", "dry_run=true") == 0
     assert command("train", *OWN, f"init_from={run}", "run_folder=tuned") == 0
     assert command("check", *OWN, f"init_from={run}") == 0
@@ -165,7 +165,7 @@ def sweep(tmp_path: Path, ran: Path) -> Path:
 
 
 def test_a_function_that_a_sweep_names_is_not_called(sweep: Path, ran: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Be it in sweep.json, in a configuration file that it names, or in the config.yaml of a run that goes on."""
+    """Be it in sweep.json, in a configuration file that it names, or in the config.yaml of a resumed run."""
     plant(Path("mine.yaml"))
     hydra = {"callbacks": {"mine": {"_target_": "planted.build"}}, "launcher": {"_target_": "planted.build"}}
     with Path("mine.yaml").open("a") as file:

@@ -28,8 +28,8 @@ SETTINGS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For this process and for workers, whose server is started anew. Torch would try each set of vector instructions
-    of the CPU in a Python of its own, which imports torch."""
+    """For this process and for workers, whose server is started again. Torch would try each set of vector instructions
+    of the CPU in a separate Python, which imports torch."""
     from torch._inductor import config as inductor
 
     with pytest.MonkeyPatch.context() as patch, inductor.patch("cpp.vec_isa_ok", True):
@@ -43,8 +43,8 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @needs_compiler
 def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One partition of which nothing is recomputed, and three of which all is, in a worker that finds what was
-    compiled: the same bits, with batch norm and dropout; equal layers are compiled once. The last digits are not those
-    of compile=false, and no more than these."""
+    compiled: the same bits, with batch norm and dropout; equal layers are compiled once. Only the last digits differ
+    from compile=false."""
     way = [*SETTINGS, "executor=in_process", "partitions=1", "recompute=never"]
     before = CompileCounts.current()
     messages = train_here(configure(*way), tmp_path / "whole")
@@ -85,7 +85,7 @@ def test_a_layer_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
 @needs_compiler
 def test_a_layer_that_changes_from_call_to_call_is_named(tmp_path: Path) -> None:
     """Every step compiled AmoebaNet's layers again, as their drop path read how much of the training was done: a step
-    took 20 times as long. A layer of a user may do the same; AmoebaNet's does not any more."""
+    took 20 times as long. A layer of a user may do the same; AmoebaNet's no longer does."""
     few = [*SETTINGS, "micro_batches=1", "dataset.num_classes=4", "partitions=1", "epochs=9"]
     with pytest.raises(ActionFailedError, match=r"compile=true: layer 1 is compiled again.*compile=false$"):
         train_here(configure(*few, "model.target=custom_models:counts_its_calls"), tmp_path)

@@ -1,4 +1,4 @@
-"""Law 8: whatever goes wrong ends the whole run, soon, and says what it was; nothing is left running."""
+"""Law 8: whatever goes wrong soon ends the whole run, with the cause in a line; nothing is left running."""
 
 import os
 import re
@@ -35,7 +35,7 @@ from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 from gpipe_cli.training.milestones import DivergedError
 
-BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
+BOUND = 20  # seconds; it takes 2 to 3, the rest is for a busy machine
 ENDLESS = [*SMALL, "epochs=10000", "partitions=2", "executor=distributed", "checkpoint.every_steps=1", "hardware=cpu"]
 
 # what stage 1 was doing, at whatever moment of a run that writes a checkpoint after every step
@@ -138,7 +138,7 @@ def test_the_temporary_folder_stays_until_multiprocessing_has_removed_its_own_fo
     program = """
 import multiprocessing.util, tempfile
 from gpipe_cli.data.batches import MiniBatches
-from gpipe_cli.data.readers import Files
+from gpipe_cli.data.readers import ImageFiles
 from gpipe_cli.launch.fork_server import temporary_folder
 tempfile.tempdir = str(temporary_folder())
 print(multiprocessing.util.get_temp_dir())
@@ -172,17 +172,17 @@ def test_files_that_are_no_images_are_all_named_before_the_first_step(
     one_step = ["partitions=1", "max_steps=1"]
     assert command("train", *settings, *one_step, "run_folder=run") == 0, "a fault is not remembered"
     next(iter(broken)).write_bytes(b"")
-    assert command("train", *settings, *one_step, "run_folder=other") == 2, "nor what is an image no more"
+    assert command("train", *settings, *one_step, "run_folder=other") == 2, "nor that a file was an image"
 
 
 @pytest.mark.parametrize(
     ("split", "executor", "step"), [("train", "distributed", 2), ("val", "distributed", 4), ("test", "in_process", 8)]
 )
-def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_then_goes_on(
+def test_a_picture_that_only_decoding_shows_to_be_broken_ends_a_training_that_is_then_resumed(
     split: str, executor: str, step: int, tmp_path: Path
 ) -> None:
-    """Nothing was kept of the steps before it, and the exit code was that of a wrong setting. Of the training pictures
-    it is one of the third step's, of the others the last one."""
+    """Nothing was kept of the steps before it, and the exit code was for a wrong setting. Of the training pictures it
+    is one of the third step's, of the others the last one."""
     settings = [*picture_settings(tmp_path / "images"), "partitions=2", f"executor={executor}", "data_workers=1"]
     assert command("train", *settings, "run_folder=whole") == 0
     data = opened("image_folder", tmp_path / "images", num_classes=4, validation="val").training
@@ -262,7 +262,7 @@ def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFix
         assert f": {setting}: the run that is resumed has " in captured.err
 
 
-def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+def test_a_run_that_diverges_reports_it(tmp_path: Path) -> None:
     settings = [*SMALL, "partitions=2", "executor=in_process", "learning_rate.per_sample=1e30"]
     line = r"step 2 .* it has diverged at learning rate .* use a smaller learning_rate.per_sample"
     with pytest.raises(DivergedError, match=line):

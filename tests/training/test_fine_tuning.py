@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another one, and layers that are not trained: what is taken, and the laws."""
+"""Runs that begin with the weights of another one, and layers that are not trained: what is loaded, and the laws."""
 
 from pathlib import Path
 
@@ -150,8 +150,7 @@ def test_a_vocabulary_must_be_the_same(tmp_path: Path) -> None:
     assert torch.equal(state["model/embedding.weight"], final_tensors(tmp_path)["model/embedding.weight"])
     assert refused(configure(*TEXT, "dataset.vocabulary=41", f"init_from={tmp_path}")) == (
         f"init_from={tmp_path}: embedding.weight has shape (40, 8) there and (41, 8) here: with another vocabulary "
-        "every token means something else; use dataset.vocabulary=40, and text is read with the "
-        "vocabulary of that run"
+        "every token means something else; use dataset.vocabulary=40: text is then read with that run's vocabulary"
     )
 
 
@@ -211,11 +210,11 @@ def test_a_run_is_not_both_resumed_and_fine_tuned(
     assert not run.exists()
 
 
-def test_a_run_remembers_no_more_than_where_it_came_from(
+def test_a_run_remembers_only_where_it_came_from(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says what it takes. Evaluated or resumed, it does not look at the other run again, which may be gone. Where it
-    goes on, what was frozen can be trained, and what is frozen now has no optimizer state any more."""
+    """It reports what it loads. Evaluated or resumed, it does not need the other run again, which may be gone. When it
+    is resumed, what was frozen can be trained, and what is frozen now no longer has optimizer state."""
     run = tmp_path / "run"
     settings = [*DIGITS, SECOND, HERE, f"init_from={source}", "freeze=[taken]", "partitions=2", "max_steps=1"]
     assert command("train", *settings, f"run_folder={run}") == 0

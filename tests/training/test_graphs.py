@@ -1,7 +1,6 @@
 """Stages that are replayed as graphs: the bits of stages that are not, for every family of models.
 
-The graphs are those of `tape.py`; test_gpu.py has a GPU's. What schedules, cuts and recomputation do to them is in
-test_laws.py.
+The graphs are from `tape.py`; test_gpu.py has a GPU's. Schedules, cuts and recomputation with them are in test_laws.py.
 """
 
 from collections.abc import Callable
@@ -62,7 +61,9 @@ def test_a_stage_that_cannot_be_replayed_is_refused_where_it_must_be(monkeypatch
         train_here(configure(*settings, "graphs=true"), Path("run"))
 
 
-def test_a_stage_without_memory_for_graphs_says_so_and_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stage_without_memory_for_graphs_reports_it_and_trains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The second stage has room for two graphs, of three, when the run begins, and for more when it is tried again."""
     settings = [*SMALL, *RUNS["language model"], "partitions=2", "epochs=3"]
     makers = [TapeMaker(), Full(2)]
@@ -87,7 +88,7 @@ def test_a_stage_without_memory_for_graphs_says_so_and_trains(monkeypatch: pytes
     ("schedule", "recompute"), [("gpipe", "always"), ("1f1b", "except_last"), ("zero_bubble", "never")]
 )
 def test_replayed_stages_hold_as_many_bytes_as_planned(schedule: str, recompute: str, tmp_path: Path) -> None:
-    """Autograd's hooks, which count them, are called only while a graph is recorded."""
+    """Autograd's hooks, which count them, are called only while a graph is captured."""
     small = [
         *SMALL,
         *RUNS["language model"],
@@ -115,7 +116,7 @@ def test_replayed_stages_hold_as_many_bytes_as_planned(schedule: str, recompute:
 def test_graphs_of_all_shapes_have_the_memory_of_the_largest(
     model: str, recompute: str, slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of other mini-batches and of evaluation, too. Graphs once had memory of their own for each shape."""
+    """Also for other mini-batches and evaluation. Graphs once had separate memory for each shape."""
     settings = [one for one in settings_of(model, monkeypatch) if one != REPLICAS]
     config = configure(*SMALL, *settings, f"recompute={recompute}", "micro_batches=3", "epochs=3")
     engines: list[Engine] = []
@@ -134,7 +135,7 @@ def test_graphs_of_all_shapes_have_the_memory_of_the_largest(
     for k, stage in engines[-1].stages.items():
         assert stage.cuda_graphs is not None
         assert stage.cuda_graphs.captures > slots, "for several shapes, or for evaluation"
-        # a plan has the inputs of slots among the activations, and counts those that are being copied there
+        # a plan counts the inputs of captured micro-batches as activations, and those that are being copied there
         static_bytes = planned[k].buffers_bytes - others[k].buffers_bytes + (slots - 1) * inputs[k]
         assert stage.cuda_graphs.static_bytes <= static_bytes
         assert stage.cuda_graphs.static_bytes == static_bytes or (model, recompute) != ("language model", "always")

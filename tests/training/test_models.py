@@ -1,4 +1,4 @@
-"""Law 1 for a user's own model: K changes no bit of what is learned."""
+"""Law 1 for a user's model: K changes no bit of what is learned."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ COMMON = [*TINY[2:], "max_steps=2", "executor=in_process", "ema_decay=0.9", "gra
 
 
 def test_partitions_do_not_matter(tmp_path: Path) -> None:
-    """Each layer a stage of its own: tuples of one, integers that travel along, a norm that is applied twice and
-    averages all mini-batches, one with a hook, a parametrization."""
+    """Each layer is a stage: tuples of one, integers that are passed on, a norm that is applied twice and averages all
+    mini-batches, one with a hook, a parametrization."""
     settings = [*COMMON, "model=custom", "model.target=custom_models:odd"]
     train_here(configure(*settings, "partitions=1", "recompute=never"), tmp_path / "whole")
     train_here(configure(*settings, "partitions=15", "recompute=always"), tmp_path / "cut")

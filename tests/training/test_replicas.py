@@ -25,8 +25,8 @@ SETTINGS = [
 
 def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path) -> None:
     """With dropout, batch norm, clipping and averages: one process for each replica, two for each of stages that are
-    not neighbours, stopped after four steps and resumed with another cut: the same bits. After one step the weights
-    are those of one pipeline with as many micro-batches, but for the order in which gradients were added up."""
+    not adjacent, stopped after four steps and resumed with another cut: the same bits. After one step the weights equal
+    those of one pipeline with as many micro-batches, except for the order in which gradients were summed."""
 
     def run(name: str, *settings: str) -> dict[str, torch.Tensor]:
         assert command("train", *settings, f"run_folder={tmp_path / name}") == 0
@@ -50,9 +50,8 @@ def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path) -> None:
 
 def test_replicas_without_samples(tmp_path: Path) -> None:
     """A mini-batch may have fewer samples than there are replicas: the last one of a test set, one cut by tokens in
-    training and in a test, and the hypotheses that still grow in a decoding. The
-    replicas without samples performed an empty schedule, which did not know its number of stages, and the run was lost
-    after its first epoch."""
+    training and in a test, and the hypotheses that still grow in a decoding. The replicas without samples ran an empty
+    schedule, which did not know its number of stages, and the run was lost after its first epoch."""
     images = [*SMALL, "dataset.drop_last=true", "dataset.test_samples=9", "batch_size=8"]  # tests: 8, then 1 sample
     sentences = [("aba ba", "ba"), ("ab", "ab ba"), ("b", "a"), ("ba ba ab", "ab"), ("a", "b b")]
     for name in ("train", "test"):

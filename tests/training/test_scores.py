@@ -1,4 +1,4 @@
-"""Scores of translations: those of sacreBLEU, of the right sentences, in the right order."""
+"""Scores of translations: sacreBLEU's, of the right sentences, in the right order."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -52,7 +52,7 @@ def test_evenly_spaced_sentences() -> None:
 
 
 def test_sentences_keep_their_order_whatever_they_were_decoded_to(split: PairSplit) -> None:
-    """Nothing, special tokens, and a byte that is no letter, too."""
+    """Also nothing, special tokens, and a byte that is not a letter."""
     last = [UNKNOWN + 1 + len({"<2en>"}) + 0xFF]
     rows = to_translations(split, [1, 2, 0, 0, 0], [*split.vocabulary.encode(["one", "two"]), [], [END, 0], last])
     said = ["one", "two", "", "", "\N{REPLACEMENT CHARACTER}"]

@@ -115,7 +115,7 @@ def test_stopped_within_an_epoch_and_resumed_with_other_partitions(whole: Whole,
 def test_micro_batches_hardly_matter(corpora: Path, tmp_path: Path) -> None:
     """Law 2, where padding is: each token weighs the same, however unevenly sentences fall to micro-batches.
 
-    Dropout draws anew for each micro-batch, so it is off.
+    Dropout draws again for each micro-batch, so it is off.
     """
     settings = [
         *(setting for setting in settings_of("translation", corpora) if "warmup" not in setting), "model.dropout=0",

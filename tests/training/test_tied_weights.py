@@ -1,4 +1,4 @@
-"""Tied weights in whole trainings: one weight, wherever its layers are and however the run goes on."""
+"""Tied weights in whole trainings: one weight, wherever its layers are and however the run is resumed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Trainings on the tokens of a tokenizer of Hugging Face's, which may have changed when they go on."""
+"""Trainings on the tokens of a Hugging Face tokenizer, which may have changed when they are resumed."""
 
 import base64
 import json

@@ -73,11 +73,11 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_torchrun_starts_it_again_and_writes_a_checkpoint_when_it_is_stopped(
+def test_a_run_is_resumed_when_torchrun_starts_it_again_and_writes_a_checkpoint_when_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its two processes have two stages each, and are in different folders: process 0 says where the run lies, and no
-    other writes anywhere else. SIGTERM torchrun passes on; its own exit code is 1 in any case."""
+    """Its two processes have two stages each, and are in different folders: process 0 decides where the run is, and no
+    other writes anywhere else. torchrun passes SIGTERM on; its exit code is 1 in any case."""
     (tmp_path / "mortal.py").write_text(MORTAL)
     (tmp_path / "start.py").write_text(START)
     for process in "01":
@@ -113,7 +113,7 @@ def test_a_run_goes_on_when_torchrun_starts_it_again_and_writes_a_checkpoint_whe
     assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
 
 
-def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_left_no_checkpoint_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended in "the folder is not empty", as it still does for a run of another torchrun."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -131,7 +131,7 @@ def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: 
 
 
 def processes_of(torchrun: int) -> set[int]:
-    """What torchrun has started, and what that has started: each in a session of its own."""
+    """What torchrun has started, and what that has started: each in a separate session."""
     return {one for process in children(torchrun) for one in session_members(process)}
 
 
@@ -140,10 +140,10 @@ def have_ended(numbers: set[int]) -> bool:
 
 
 def test_no_process_outlives_a_torchrun_that_is_killed(tmp_path: Path) -> None:
-    """torchrun gives each of its processes a session of its own and ends them by itself: killed, it left them training
-    until timeout_seconds, or for 15 minutes in the search for its store.
+    """torchrun gives each of its processes a separate session and ends them itself: killed, it left them training until
+    timeout_seconds, or for 15 minutes in the search for its store.
 
-    They end also where the workers, and the server they come from, are stopped and cannot end themselves.
+    They also end if the workers, and the server they come from, are stopped and cannot end themselves.
     """
     folder = tmp_path / "run"
     settings = [*SETTINGS, "model.target=custom_models:small", "partitions=1", "data_workers=1"]

@@ -46,8 +46,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]
 
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same by the command, with two processes and a loader process. The first one hands over the auxiliary head's
-    logits, too, but not in evaluation."""
+    """The same by the command, with two processes and a loader process. The first one also sends the auxiliary head's
+    logits, but not in evaluation."""
     folder = tmp_path_factory.mktemp("distributed")
     settings = [*SETTINGS, "partitions=2", "partition.balance=[5,3]", "executor=distributed", "data_workers=1"]
     assert command("train", *settings, f"run_folder={folder}") == 0
@@ -88,9 +88,9 @@ def test_two_processes_make_the_same_run(whole: tuple[Path, list[object]], distr
 
 
 def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two stages that are not neighbours in each of two processes; stopped inside an epoch, and gone on with another
-    cut, other processes and backwards in two halves. The evaluation is the same, too, and so is what is printed of the
-    epoch, which was over the steps since the resume only."""
+    """Two stages that are not adjacent in each of two processes; stopped within an epoch, and resumed with another cut,
+    other processes and split backwards. The evaluation is the same, and so are the printed means of the epoch, which
+    were only over the steps since the resume."""
     one = [*QUICK, "epochs=2", "schedule=1f1b", "partitions=1", "executor=in_process"]
     expected = train_here(configure(*one), tmp_path / "whole")
     whole = final_tensors(tmp_path / "whole")
@@ -168,16 +168,16 @@ def test_placements_and_files_of_torch_make_the_same_run(tmp_path: Path) -> None
 
 def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     """Each process gets its share of the cores, so K = 1 has twice the threads of K = 2, which sum in another order:
-    a run of K = 2 that went on as K = 1, all else left alone, ended with other bits."""
+    a run of K = 2 that was resumed as K = 1, all else unchanged, ended with other bits."""
     defaults = [*(setting for setting in SMALL if setting != "threads=1"), "partitions=2", "max_steps=1"]
     defaults.append("hardware=cpu")  # else it may be one thread that is chosen
     assert command("train", *defaults, f"run_folder={tmp_path}") == 0
     used = read_result(tmp_path)["hardware"]["threads_per_process"]
     assert used == max(1, usable_cores() // 2)
-    assert read_config(tmp_path).threads == used, "which a run that goes on keeps"
+    assert read_config(tmp_path).threads == used, "which a resumed run keeps"
 
 
-def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_run_is_resumed_in_its_own_folder_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     """At the end of an epoch, with another cut. What was done after the checkpoint, and reported, is done again: same
     bits, and one curve."""
     folder, whole = tmp_path / "run", tmp_path / "whole"

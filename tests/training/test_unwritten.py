@@ -27,7 +27,7 @@ RUN = [
 ]  # fmt: skip
 
 
-def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_result(
+def test_a_run_continues_without_its_pictures_and_not_without_its_checkpoints_and_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A picture that could not be written once ended the training with a traceback, which hid all other causes."""
@@ -35,8 +35,8 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     train_here(configure(*RUN, "epochs=1"), run)
     for name in ("pipeline.html", "timeline.png", "timeline_trace.json"):
         (run / name).mkdir()  # nothing can be renamed to that, whoever tries
-    goes_on = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
-    assert command(*goes_on, "epochs=2") == 0
+    resume = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
+    assert command(*resume, "epochs=2") == 0
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"{run}/pipeline.html: Is a directory" in said
@@ -45,7 +45,7 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     staging = run / "checkpoints" / ".step_00000009.writing"
     staging.write_text("a file where a folder is wanted")
     whole = final_tensors(run)
-    assert command(*goes_on, "epochs=3") == 1
+    assert command(*resume, "epochs=3") == 1
     captured = capsys.readouterr()
     result = read_result(run)
     assert result["status"] == "failed"
@@ -54,13 +54,13 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     assert not (run / "failure.txt").exists()
     assert final_tensors(run).keys() == whole.keys()
     staging.unlink()
-    assert command(*goes_on, "epochs=3") == 0
+    assert command(*resume, "epochs=3") == 0
     assert (run / "checkpoints" / "step_00000009").is_dir()
 
     (run / "result.json").unlink()
     (run / "result.json").mkdir()
     capsys.readouterr()
-    assert command(*goes_on, "epochs=4") == 1
+    assert command(*resume, "epochs=4") == 1
     assert capsys.readouterr().err == f"gpipe train: {run}/result.json: Is a directory\n"
 
 
@@ -77,9 +77,9 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     ],
 )
 def test_a_disk_may_lack_a_call(calls: list[str], error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without fsync, chmod or a rename the run once failed: after its last step, or before the first step of one that
-    goes on in another folder."""
-    for call in calls:  # this process builds the model, too
+    """Without fsync, chmod or a rename the run once failed: after its last step, or before the first step when resumed
+    in another folder."""
+    for call in calls:  # this process also builds the model
         module, _, name = call.rpartition(".")
         monkeypatch.setattr(call, getattr(importlib.import_module(module), name))
     runs = [tmp_path / "run", tmp_path / "other"]
@@ -98,7 +98,7 @@ def test_a_disk_may_lack_a_call(calls: list[str], error: int, tmp_path: Path, mo
 
 
 def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the folder does not come back with checkpoints that no configuration belongs to."""
+    """And the folder does not reappear with checkpoints without a configuration."""
     run = tmp_path / "run"
 
     def take_away() -> None:
@@ -109,7 +109,7 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys:
     settings = [*RUN, "epochs=10000", "checkpoint.every_steps=1"]
     assert command_struck(take_away, "train", *settings, f"run_folder={run}") == 1
     said = capsys.readouterr().err.splitlines()
-    gone = "the run folder was deleted or moved; begin .* resume=FOLDER, to go on"
+    gone = "the run folder was deleted or moved; begin .* by resume=FOLDER"
     # with a prefix where this process was still writing its first files
     assert re.fullmatch(rf"(gpipe train: )?{run}: {gone}", said[-1])
     assert "Traceback" not in "".join(said)

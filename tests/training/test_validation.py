@@ -29,7 +29,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_scored_once(
     assert whole.best is None
     last = read_index(list_checkpoints(tmp_path / "whole")[-1]).progress
     assert whole.validation.step == whole.test.step == last.best_step
-    assert last.step != last.best_step, "the weights that are scored are not those of the end"
+    assert last.step != last.best_step, "the weights that are scored are not the last ones"
     assert command("evaluate", f"run={tmp_path / 'whole'}", NAMED, "partitions=1") == 0
     assert read_result(tmp_path / "whole", "evaluate.json")["loss"] == whole.test.loss
 
@@ -43,7 +43,7 @@ def test_the_validation_set_chooses_and_the_test_set_is_scored_once(
     assert "validation_top1" in capsys.readouterr().out
 
 
-def test_a_run_that_was_killed_before_the_test_set_was_scored_says_so(
+def test_a_run_that_was_killed_before_the_test_set_was_scored_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = [*RUN, "executor=in_process", "resume=auto", f"run_folder={tmp_path / 'run'}"]
@@ -68,7 +68,7 @@ def test_without_one_the_test_set_has_chosen(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_folder_that_is_not_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`val` beside `train` and `test` was not read, without a word; without `test` it was called that."""
+    """`val` next to `train` and `test` was silently not read; without `test` it was called the test set."""
     photos = tmp_path / "photos"
     for split in ("train", "val", "test"):
         for name in "abcd":
@@ -89,7 +89,7 @@ def test_a_folder_that_is_not_used_is_named(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest was taken in its place, and called the best."""
+    """The newest was taken instead, and called the best."""
     run = tmp_path / "run"
     assert command("train", *RUN, "executor=in_process", f"run_folder={run}") == 0
     progress = read_index(list_checkpoints(run)[-1]).progress
@@ -97,12 +97,12 @@ def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, capsys: pytest.
     gone.rename(tmp_path / "gone")
     capsys.readouterr()
     assert command("evaluate", f"run={run}", NAMED) == 0
-    assert f"{gone}: the best checkpoint is not there any more; step_{progress.step:08d} is taken" in (
+    assert f"{gone}: the best checkpoint no longer exists; step_{progress.step:08d} is taken" in (
         capsys.readouterr().err
     )
     resumed = [f"resume={run}", NAMED, "executor=in_process", "epochs=5", f"run_folder={tmp_path / 'resumed'}"]
     assert command("train", *resumed) == 0, "its test set was to be scored with weights that are gone"
-    assert f"{gone}: the best checkpoint is not there any more" in capsys.readouterr().err
+    assert f"{gone}: the best checkpoint no longer exists" in capsys.readouterr().err
     result = read_run_result(tmp_path / "resumed")
     assert result.validation is not None
     assert result.test is not None
@@ -122,4 +122,4 @@ def test_a_run_is_not_resumed_on_other_data(setting: str, tmp_path: Path, capsys
     (said,) = capsys.readouterr().err.splitlines()
     key = setting.partition("=")[0]
     assert f"{key}=" in said
-    assert "leave the setting out" in said
+    assert "remove the setting" in said

@@ -57,7 +57,7 @@ def run(text: Path, folder: Path, *settings: str) -> int:
 def test_text_is_read_with_the_vocabulary_of_the_run(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One more file in the folder, and a vocabulary learned anew gave every token another meaning: the perplexity of a
+    """One more file in the folder, and a newly learned vocabulary gave every token another meaning: the perplexity of a
     run went from 85 to 426 without a word."""
     assert run(text, tmp_path / "run") == 0
     saved_model = (tmp_path / "run" / "vocabulary.model").read_bytes()
@@ -137,7 +137,7 @@ def test_outputs_mean_the_classes_that_they_were_trained_on(
     assert read_index(last).classes == ("90", "180", "0", "270")
 
 
-def test_a_run_that_kept_no_names_says_so(colours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_kept_no_names_reports_it(colours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*PHOTOS, f"dataset.root={colours}", "max_steps=1", f"run_folder={tmp_path / 'run'}"]
     assert command("train", *settings) == 0
     (index,) = (tmp_path / "run").glob("checkpoints/step_*/index.json")

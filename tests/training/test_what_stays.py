@@ -1,4 +1,4 @@
-"""What the user has made stays as it is: folders, files of names that this program uses too, and what links lead to."""
+"""What the user has made stays as it is: folders, files of names that this program also uses, and targets of links."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ RUN = [
 
 
 def tree(folder: Path) -> dict[str, str | bytes]:
-    """All that lies in a folder, by path: the content of files, and where links lead to."""
+    """The content of a folder, by path: the content of files, and the targets of links."""
     return {
         str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
         for path in folder.rglob("*")

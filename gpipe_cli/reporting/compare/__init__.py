@@ -1,1 +1,1 @@
-"""Several runs beside each other: `gpipe compare`."""
+"""Comparison of several runs: `gpipe compare`."""

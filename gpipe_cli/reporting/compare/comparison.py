@@ -1,7 +1,7 @@
 """The columns of a comparison: settings in which runs differ, and results (as in the paper's tables 2, 3, 4 and 5).
 
-Settings that are the same in all runs are left out, but for K and M. Rows are named by the settings that differ, if
-they are few (`partitions=2`), else, and if they are two, by folders. Values measured, predicted and ideal are apart.
+Settings that are the same in all runs are left out, except K and M. Runs are named by the settings that differ, if
+they are few (`partitions=2`), otherwise, or if they are two, by folders. Measured, predicted and ideal are separate.
 """
 
 import json
@@ -26,7 +26,7 @@ MAX_LISTED_WORDS = 8  # words of a list in a sentence
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs and the columns that compare them. Columns have a key, and None as value where a run has none."""
+    """Runs and the columns that compare them. Columns have a key, and the value None where a run has no value."""
 
     runs: Sequence[RunRecord]
     names: Sequence[str]  # unique names of the runs
@@ -78,11 +78,11 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
         threads = [run.settings.get("threads") for run in runs]
         if len(set(zip(cuts, threads, strict=True))) == len(set(cuts)):
             keys.remove("threads")
-    return sorted(keys, key=lambda key: not key.endswith(".name"))  # the model before its own settings
+    return sorted(keys, key=lambda key: not key.endswith(".name"))  # the model before its settings
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
-    """A different name for each run: `partitions=2`, or a piece of its folder's name."""
+    """A different name for each run: `partitions=2`, or part of its folder's name."""
     keys = differing_settings(runs)
     folders = [run.folder.resolve().parts for run in runs]
     parts = _settings(runs, keys) if _by_settings(runs, keys) else _folders(folders)
@@ -93,7 +93,7 @@ def names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """`a, b, and 3 more`; with semicolons where a word has commas of its own."""
+    """`a, b, and 3 more`; with semicolons if a word has commas."""
     separator = "; " if any("=" in word and "," in word for word in words) else ", "
     more = [f"and {len(words) - MAX_LISTED_WORDS:,} more"] if len(words) > MAX_LISTED_WORDS else []
     return separator.join([*words[:MAX_LISTED_WORDS], *more])
@@ -154,8 +154,8 @@ _COLUMNS = (
     "idle_measured", "bubble_predicted", "step_seconds_predicted", "memory_bytes_fullest", "activation_bytes_fullest",
     "model_flops_per_second", "mfu", "epochs_done", "steps", "seconds", "threads_per_process",
 )  # fmt: skip
-# A console leaves out columns that are for files only; for trainings, those that find no room beside their accuracies;
-# for text, the speed in samples, which are sentences that differ in length.
+# A console omits columns that are for files only; for trainings, columns that do not fit next to their accuracies; for
+# text, the speed in samples, which are sentences that differ in length.
 _FILES_ONLY = {
     "test_loss", "bubble_ideal", "idle_measured", "bubble_predicted", "step_seconds_predicted",
     "activation_bytes_fullest", "epochs_done", "threads_per_process",

@@ -43,11 +43,11 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def _show_rows(console: Console, comparison: Comparison, completed: bool) -> None:
-    """A row for each run; `completed`: whether all are, which needs no column."""
+    """A row for each run; `completed`: all are completed, which needs no column."""
     count = len(comparison.runs)
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     results = [column for column in comparison.results if column.key != "status" or not completed]
-    # where the settings are too many to name a run, only K and M stand beside its name
+    # if there are too many settings to name a run, its name is followed by only K and M
     naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     leading = [number, *named, *comparison.settings[:naming]]
@@ -77,7 +77,7 @@ def _show_two(console: Console, comparison: Comparison) -> None:
 
 
 def _difference(metric: Metric | None, first: Any, second: Any) -> str:
-    """The second value of a measure less the first one: in points for shares, else relative to the first."""
+    """The second value of a measure minus the first: in points for shares, otherwise relative to the first."""
     if metric is None or None in (first, second):
         return ""
     if metric.unit is SHARE:
@@ -86,7 +86,7 @@ def _difference(metric: Metric | None, first: Any, second: Any) -> str:
 
 
 def deviations(comparison: Comparison) -> dict[str, tuple[str, str]]:
-    """Of runs that differ in their seeds only: measure -> `97.5 ± 0.3`, mean and standard deviation, and the unit."""
+    """For runs that differ only in their seeds: measure -> `97.5 ± 0.3`, mean and standard deviation, and the unit."""
     if [column.key for column in comparison.settings if len(set(map(str, column.plain_values))) > 1] != ["seed"]:
         return {}
     spread = {}
@@ -130,9 +130,9 @@ def notes(comparison: Comparison) -> Iterator[str]:
          [result.model for result in results]),
         ("machines", "speed, step, bubble and memory cannot be compared across them",
          [run.machine for run in comparison.runs]),
-        ("numbers of threads per process", results_depend_on_threads(results) or "speeds depend on it, too",
+        ("numbers of threads per process", results_depend_on_threads(results) or "speeds depend on it",
          [result.threads for result in results]),
-        ("versions of torch", "speeds depend on it, too", [result.versions.get("torch") for result in results]),
+        ("versions of torch", "speeds depend on it", [result.versions.get("torch") for result in results]),
     ):  # fmt: skip
         if which := _different(comparison, values):
             yield f"different {what} ({which}): {consequence}"
@@ -144,14 +144,14 @@ def notes(comparison: Comparison) -> Iterator[str]:
     ):
         of_kind = [result.samples_per_second_kind == kind for result in results]
         yield from _note_with_runs(comparison, f"{meaning} ({kind}); not the speed of a pipeline", of_kind)
-    warm_up = "too short to measure a speed, so that of its warm-up steps is shown"
+    warm_up = "too short to measure a speed; the speed of its warm-up steps is shown"
     yield from _note_with_runs(comparison, warm_up, [result.speed_includes_warm_up for result in results])
     resumed = [result.resumed_from is not None for result in results]
     yield from _note_with_runs(comparison, "resumed, so their time counts from the last start", resumed)
 
 
 def same_curve_notes(comparison: Comparison) -> list[str]:
-    """`train/loss is identical to the last bit: A, B, C`, for each group of runs; of two runs also where they part."""
+    """`train/loss is identical to the last bit: A, B, C`, for each group of runs; for two, also where they differ."""
     curves = [run.curves.get(TRAIN_LOSS) for run in comparison.runs]
     same = same_curves(curves)
     apart = first_difference(*curves) if len(curves) == 2 and not same else None
@@ -160,7 +160,7 @@ def same_curve_notes(comparison: Comparison) -> list[str]:
 
 
 def _note_with_runs(comparison: Comparison, sentence: str, truths: Sequence[bool]) -> Iterator[str]:
-    """The sentence, followed by the runs of which it is true; nothing if there are none."""
+    """The sentence, followed by the runs for which it is true; nothing if there are none."""
     if any(truths):
         yield f"{sentence}: {comparison.refer_to([position for position, holds in enumerate(truths) if holds])}"
 

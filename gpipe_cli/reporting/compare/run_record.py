@@ -1,7 +1,7 @@
 """A run as a comparison reads it: settings and numbers from result.json, curves from the events in its folder.
 
 If updates do not depend on the number of partitions (the paper's sections 1 and 7), the loss curves of K = 1, 2, 4 and
-8 coincide. Whether they do is decided here by their bits, not by eye.
+8 coincide: this is checked here by their bits, not by eye.
 """
 
 import re
@@ -38,7 +38,7 @@ class Curve:
 @dataclass(frozen=True)
 class RunRecord:
     folder: Path
-    settings: Mapping[str, Any]  # by dotted key, `model.filters`; of a measurement, those that decide a step
+    settings: Mapping[str, Any]  # by dotted key, `model.filters`; of a measurement, the settings that affect a step
     result: RunResult
 
     @property
@@ -48,7 +48,7 @@ class RunRecord:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether stages shared a device or cores, also with other programs: the speed is then not a pipeline's."""
+        """Whether stages shared a device or cores, perhaps with other programs: the speed is then not a pipeline's."""
         return self.result.samples_per_second_kind in ("measured_one_device", "measured_contended")
 
     @property
@@ -67,15 +67,13 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run in ``folder``. Raises InputError if result.json is missing or unreadable, or a *tfevents* is no file."""
+    """The run in ``folder``. Raises InputError if result.json is missing or unreadable, or a *tfevents* not a file."""
     try:
         result = read_run_result(folder)
     except FileNotFoundError:
         raise InputError(f"{folder}: has no {RESULT_FILE}, so nothing is known about this run; run it again") from None
     except OSError as error:
-        raise InputError(
-            f"{folder / RESULT_FILE}: cannot be read ({error.strerror}); mend that or leave it out"
-        ) from error
+        raise InputError(f"{folder / RESULT_FILE}: cannot be read ({error.strerror}); fix that or remove it") from error
     for file in folder.glob("*tfevents*"):
         if not file.is_file():
             raise InputError(f"{file}: must be a regular file, as it has the name of curves; remove it")
@@ -95,7 +93,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     from tensorboard.util import tb_logging
 
     tb_logging.get_logger().setLevel("ERROR")  # it warns of the steps that a resumed run repeated
-    # 1 is the fewest that the reader can keep, as 0 means all.
+    # 1 is the reader's minimum, as 0 means all.
     few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
     accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MAX_POINTS})
     accumulator.Reload()
@@ -120,7 +118,7 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
 
 
 def first_difference(one: Curve | None, other: Curve | None) -> int | None:
-    """The first step at which two curves differ; None if there is none among those that both have."""
+    """The first step of both curves at which they differ; None if there is none."""
     if one is None or other is None:
         return None
     theirs = dict(zip(other.steps, map(repr, other.values), strict=True))
@@ -132,7 +130,7 @@ def flat_result(folder: Path) -> dict[str, Plain]:
     """The implementation of `gpipe_cli.result`, which documents the content and errors."""
     runs = find_runs(folder)
     if runs != [folder]:
-        raise InputError(f"{folder}: holds {plural(len(runs), 'run')}; give the folder of one, such as {runs[0]}")
+        raise InputError(f"{folder}: contains {plural(len(runs), 'run')}; give the folder of one, such as {runs[0]}")
     record = read_run(folder)
     result, settings = record.result, {key: _plain(value) for key, value in record.settings.items()}
     facts = {"speed_kind": result.samples_per_second_kind, "machine": record.machine}

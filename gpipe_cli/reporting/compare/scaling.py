@@ -7,8 +7,8 @@ from functools import partial
 
 from gpipe_cli.reporting.compare.run_record import RunRecord
 
-# Settings that define the work of a step, besides all those of the model and the data set: speeds of runs that differ
-# in any of them are not compared.
+# Settings that define the work of a step, in addition to all settings of the model and the data set: speeds are not
+# compared if any of them differs.
 _WORK_SETTINGS = ("batch_size", "batch_tokens", "precision", "compile", "optimizer.name")
 
 
@@ -16,11 +16,11 @@ _WORK_SETTINGS = ("batch_size", "batch_tokens", "precision", "compile", "optimiz
 class Scaling:
     speed_up: float  # how many times as fast as the run with the fewest devices
     efficiency: float | None  # speed-up divided by the ratio of devices; None where stages shared devices or cores
-    base: int  # position of the run with the fewest devices; of several, of that with the most settings in common
+    base: int  # position of the run with the fewest devices; of several, with the most settings in common
 
 
 def count_devices(run: RunRecord) -> int:
-    """The number of devices of all replicas; K per replica where all of its stages took turns on one device."""
+    """The number of devices of all replicas; K per replica if all of its stages shared one device."""
     stages = run.result.partitions
     places = len({(stage.process, stage.device) for stage in stages})
     return int(run.settings["replicas"]) * (len(stages) if run.shares_devices and places == 1 else places)

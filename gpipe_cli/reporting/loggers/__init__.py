@@ -1,1 +1,1 @@
-"""Sinks for the curves, settings, texts and pictures of a run: one module for each value of the setting `logger`."""
+"""Loggers of the curves, settings, texts and pictures of a run: one module for each value of the setting `logger`."""

@@ -1,7 +1,7 @@
 """metrics.csv: the curves of a run as a table, with a row for each step and a column for each tag.
 
-New rows are appended in one write. Only a new tag, or a point of an older step, such as a test score, makes the sink
-rewrite the file, whole or not at all. A killed run therefore leaves a readable file.
+New rows are appended in one write. Only a new tag, or a point of an older step, such as a test score, makes the logger
+rewrite the file, atomically. A killed run therefore leaves a readable file.
 """
 
 import csv
@@ -32,10 +32,10 @@ class Logger(RunLogger):
         self._tags: list[str] = []  # the columns after `step`
         self._columns = 0  # number of these tags that are columns of the file
         self._size = 0  # size of the file in bytes
-        self._last = run.first_step  # the last step of the file
+        self._last = run.ready.first_step  # the last step of the file
         with errors_name_path(self._path):
             if self._path.exists():
-                if run.first_step:
+                if run.ready.first_step:
                     self._read_tags()
                 self._rewrite()
 
@@ -68,7 +68,7 @@ class Logger(RunLogger):
         self._size = self._path.stat().st_size
 
     def _read_tags(self) -> None:
-        """Take the columns of the file; a line tells how many rows are left out. Raises OSError if there are none."""
+        """Take the columns of the file; a warning counts damaged rows. Raises OSError if it has no columns."""
         with open_regular(self._path) as file:
             head = file.readline().decode(errors="replace")
             lines = sum(line.endswith(b"\n") for line in file)
@@ -83,8 +83,8 @@ class Logger(RunLogger):
             show_error(f"warning: {self._path}: {plural(damaged, 'damaged line')} left out")
 
     def _rows_in_file(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """Step and values of each row in the file, without the last if it is incomplete, and without what can be no
-        row: a power failure may leave zeros in place of what was written last."""
+        """Step and values of each row in the file, without the last if it is incomplete, and without damaged rows: a
+        power failure may leave zeros instead of what was written last."""
         with open_regular(self._path) as file:
             file.readline()
             for line in file:

@@ -1,7 +1,7 @@
-"""The interface of a sink, and what sinks share.
+"""The interface of a logger, and what loggers share.
 
-To add a sink, write a module here, with a class `Logger` that has the methods of `RunLogger`, and add the module's name
-to `Logger` in config/settings.py. Help, completion and checks of the setting `logger` follow from that.
+To add a logger, write a module here, with a class `Logger` that has the methods of `RunLogger`, and add the module's
+name to `Logger` in config/settings.py. Help, completion and checks of the setting `logger` follow from that.
 """
 
 import importlib.util
@@ -32,11 +32,11 @@ Value = bool | int | float | str  # value of a setting
 
 
 class RunLogger(Protocol):
-    """Receives what happens in a run; what a sink does not define, it ignores. `step` counts the optimizer steps done.
+    """Receives the events of a run; it ignores those whose method it does not define. `step` counts optimizer steps.
     Any method may raise any exception."""
 
-    # Whether the sink may be a server. A remote sink is dropped at its first failure: training never waits for a server
-    # repeatedly. A local sink keeps what it could not write for the next `flush`: a full disk may be temporary.
+    # Whether it may be a server. A remote logger is dropped at its first failure: training never waits for a server
+    # repeatedly. A local logger keeps what it could not write for the next `flush`: a full disk may be temporary.
     remote: ClassVar[bool]
     needs: ClassVar[tuple[str, str] | None]  # the module it imports, and the package that provides it
 
@@ -66,7 +66,7 @@ def check_installed(loggers: Sequence[Logger]) -> None:
     for name in loggers:
         module, package = logger_class(name).needs or ("sys", "")
         if importlib.util.find_spec(module) is None:
-            why = f"{name} needs {package}, which is not installed; pip install {package}, or leave {name} out"
+            why = f"{name} needs {package}, which is not installed; pip install {package}, or remove {name}"
             raise InvalidSettingError("logger", loggers, why)
 
 
@@ -88,13 +88,13 @@ def store_run_id(folder: Path, logger: Logger, run_id: str) -> None:
 
 
 def logger_class(logger: Logger) -> type[RunLogger]:
-    """The class of a logger's sinks."""
+    """The class of a logger."""
     kind: type[RunLogger] = import_module(f"gpipe_cli.reporting.loggers.{logger}").Logger
     return kind
 
 
 def hyperparameters(config: TrainConfig) -> dict[str, Value]:
-    """The settings by their dotted keys, `model.filters`: finite numbers and switches as they are, all else as text.
+    """The settings by their dotted keys, `model.filters`: finite numbers and switches unchanged, all others as text.
     Null settings are left out, so that no column mixes text and numbers."""
     values = flatten(asdict(config), whole=all_settings())  # free arguments of a custom model stay together
 

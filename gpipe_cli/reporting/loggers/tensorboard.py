@@ -29,10 +29,10 @@ INITIAL_COLUMNS = 5  # columns of settings in HParams; TensorBoard has checkboxe
 _DEFAULT_COLUMNS = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
 _TYPES = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}  # TensorBoard's names for the type of a column
 _FIELDS = {bool: "bool_value", str: "string_value"}  # type -> the field of a cell
-_WHOLE = 10  # most digits of a setting before the decimal point
+_WHOLE = 10  # the most digits of a setting before the decimal point
 
 # TensorBoard reads the event files of a folder in the order of their names, and keeps the first settings and the first
-# final status that it reads. So both have files of their own, which a run resumed in its own folder replaces.
+# final status that it reads. So both have separate files, which a run resumed in its own folder replaces.
 _PREFIX = "events.out.tfevents"
 _SETTINGS, _END = f"{_PREFIX}.0000000000.settings", f"{_PREFIX}.9999999999.end"
 _file_numbers = count()  # tells apart the event files that this process creates in one second
@@ -46,10 +46,10 @@ class Logger:
         from torch.utils.tensorboard import summary  # this imports torch
 
         self._folder, self._run, self._summary = folder, run, summary
-        self._file = EventFile(folder, run.first_step + 1)
+        self._file = EventFile(folder, run.ready.first_step + 1)
 
     def settings(self, values: Mapping[str, Value]) -> None:
-        """Writes the settings for HParams at once, so that a killed run has them, and the charts of Custom Scalars."""
+        """Writes the settings for HParams, now so that a killed run has them, and the charts of Custom Scalars."""
         folder, run = self._folder, self._run
         (folder / _END).unlink(missing_ok=True)
         summaries = [
@@ -169,8 +169,8 @@ def custom_scalars_layout(config: TrainConfig, *, predicted: bool) -> dict[str, 
 
 # The tab HParams shows sweeps over K and M, as in the paper's tables 2, 3 and 5. A run writes three summaries itself
 # (`SummaryWriter.add_hparams` would create a second run): the columns of the table and the settings at its start, and
-# its status at its end. TensorBoard takes the columns from the run that it reads first, so every run lists those of all
-# models and tasks; without them, every curve would be a metric.
+# its status at its end. TensorBoard takes the columns from the run that it reads first, so every run lists the columns
+# of all models and tasks; without them, every curve would be a metric.
 
 
 def varied_settings(folder: Path, keys: Collection[str]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class Logger(RunLogger):
         self._run.finish(exit_code=0 if status == "completed" else 1)
 
     def _files(self) -> Path:
-        folder = Path(self._run.dir, "gpipe")  # W&B writes a config.yaml of its own
+        folder = Path(self._run.dir, "gpipe")  # W&B also writes a config.yaml
         folder.mkdir(exist_ok=True)
         return folder
 

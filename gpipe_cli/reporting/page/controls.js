@@ -1,5 +1,5 @@
-// The setting that is simulated: sliders, what they say in numbers, the address that keeps it.
-const EDITED = new Option("edited", "edited"); // offered while the order is an edited one
+// The simulated setting: sliders, the numbers they lead to, the address that stores it.
+const EDITED = new Option("edited", "edited"); // offered while the order is edited
 const IN_ADDRESS = {partitions: "K", micro_batches: "M", schedule: "schedule", recompute: "recompute",
                     stages_per_process: "stages", placement: "placement", backward_factor: "backward", link_factor: "transfers"};
 
@@ -13,7 +13,7 @@ function offeredPartitions() {
 
 // ---- changing it ----
 
-// New values for some controls. An edited order belongs to the setting that it was made for.
+// Sets some controls. An edited order is dropped with the setting that it was made for.
 function change(values, remember = true) {
   const controls = {...state.controls, ...values};
   const kept = Object.keys(values).every(name =>
@@ -27,7 +27,7 @@ function change(values, remember = true) {
   return setControls(controls, remember);
 }
 
-// Simulates other controls; those that cannot be are refused, and false is returned.
+// Simulates other controls; returns false, with a message, for impossible ones.
 function setControls(controls, remember = true) {
   const result = gpipe.configure(data, controls);
   if (!result.timeline) {
@@ -41,8 +41,8 @@ function setControls(controls, remember = true) {
   return true;
 }
 
-// A slider sends many values while it is dragged: to undo them is one step, and the address, which takes a browser
-// milliseconds, is written when it is let go.
+// A slider sends many values while it is dragged: they are undone in one step, and the address, which takes a browser
+// milliseconds, is written when the slider is released.
 function onField(id, read) {
   field(id).addEventListener("input", event => {
     const value = read(event.target.type === "checkbox" ? event.target.checked : event.target.value);
@@ -81,7 +81,7 @@ function addChoices(id, texts, offered) {
   for (const name of Object.keys(texts).filter(offered)) field(id).append(new Option(name, name));
 }
 
-// ---- questions, each answered by a change or a place in the picture ----
+// ---- questions, answered by a change of controls or a place in the picture ----
 
 function startQuestions() {
   const {original} = state, most = offeredMicroBatches().at(-1);
@@ -94,7 +94,7 @@ function startQuestions() {
   if (original.schedule !== "1f1b") askWhatIf("What does 1f1b change?", {schedule: "1f1b"});
 }
 
-// Questions are about the run's own setting, whatever was tried before.
+// Questions are about the original setting, whatever was tried before.
 function resetToOriginal() {
   if (changes().length) setControls(state.original);
 }
@@ -109,7 +109,7 @@ function ask(text, answer) {
   });
 }
 
-// One thing changed of the run's own setting, so that the answer is about nothing else.
+// Changes a single control of the original setting, so that the answer is about nothing else.
 function askWhatIf(text, values) {
   ask(text, () => {
     setControls({...state.original, ...values});
@@ -117,7 +117,7 @@ function askWhatIf(text, values) {
   });
 }
 
-// The longest piece of it.
+// Points at the longest piece of bubble.
 function showBubble() {
   resetToOriginal();
   const {figure} = state, long = region => region.end - region.start;
@@ -133,7 +133,7 @@ function showBubble() {
   live.textContent = explained.textContent;
 }
 
-// What the changes lead to, against the run's own setting.
+// The effect of the changes, compared with the original setting.
 function changeInWords() {
   const parts = differences(state.figure, state.originalFigure).map(([name, verb, was, now]) =>
     `the ${name} ${verb} ${now} instead of ${was}`);
@@ -141,7 +141,7 @@ function changeInWords() {
   return `${changes().join("; ")}: ${text}.${smallInWords()}`;
 }
 
-// What is shown otherwise of a simulated step than of another one: [what, verb, of the other, of this one].
+// Differences between two simulated steps, as they are shown: [what, verb, in the other, in this one].
 function differences(figure, other) {
   const shown = of => [
     ["step", "takes", duration(of.step_seconds)], ["recomputation", "is", percent(of.breakdown.recompute)],
@@ -160,7 +160,7 @@ function devicesShared({ofDevice, device_of_stage}) {
   return ofDevice ? ofDevice.size < device_of_stage.length : new Set(device_of_stage).size < device_of_stage.length;
 }
 
-// Why more micro-batches can make a step longer: the smaller ones cost more per sample.
+// Why more micro-batches can make a step longer: smaller ones cost more per sample.
 function smallInWords() {
   const {figure, originalFigure} = state, samples = of => data.setting.samples / of.micro_batches;
   const perSample = of => of.stages.reduce((sum, stage) => sum + stage.graph + stage.backward, 0) / samples(of);
@@ -172,7 +172,7 @@ function smallInWords() {
     `${factor > 1 ? "small micro-batches use the device less efficiently" : "large micro-batches use the device more efficiently"}.`;
 }
 
-// ---- what the controls say ----
+// ---- text of the controls ----
 
 function showControls() {
   const {controls} = state;
@@ -227,7 +227,7 @@ function orderInWords() {
     compareWith({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
 }
 
-// What is shown against another choice on the same devices, both simulated: no hint can say anything else than the tiles.
+// The difference to another choice on the same devices, both simulated, so that hints agree with the tiles.
 function compareWith(values) {
   const {figure, controls} = state, [name] = Object.values(values);
   if (figure.large) return ""; // it would take seconds
@@ -237,7 +237,7 @@ function compareWith(values) {
   return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : ": no difference."}`;
 }
 
-// What the switch does, in the words of what is shown.
+// The effect of the switch on what is shown.
 function devicesInWords() {
   const {figure, controls} = state, devices = figure.ofDevice.size, factor = gpipe.slowdowns(data, devices).at(-1) ?? 1;
   if (devices === 1) return "There is only one device.";
@@ -251,13 +251,13 @@ function coresInWords() {
   return cores ? `${cores} core${cores > 1 ? "s" : ""}` : "machine";
 }
 
-// How many times as long as a forward that keeps its graph a backward takes, over all layers.
+// The time of a backward, divided by the time of a forward that keeps its graph, over all layers.
 function backwardRatio() {
   const all = name => state.figure.stages.reduce((sum, stage) => sum + stage[name], 0);
   return all("graph") ? all("backward") / all("graph") : 0;
 }
 
-// What differs from the run's own setting, in words.
+// Differences from the original setting, in words.
 function changes() {
   const {controls, original} = state;
   const names = {partitions: "K", micro_batches: "M", stages_per_process: "stages per device"};
@@ -275,7 +275,7 @@ function changes() {
   return found;
 }
 
-// Where the seconds come from, and what is assumed.
+// The source of the seconds, and what is assumed.
 function costsInWords() {
   const {source, basis, halves} = data.costs, parts = [`Based on ${source}.`];
   if (basis === "other_device") parts.push("Those are for another device: only the ratios between layers count.");
@@ -360,7 +360,7 @@ function word(name) {
   return node;
 }
 
-// A term tells its meaning to pointer, keyboard and screen reader.
+// Shows the meaning of a term to pointer, keyboard and screen reader.
 function explainWord(node) {
   node.tabIndex = 0;
   node.setAttribute("aria-description", GLOSSARY[node.dataset.word]);
@@ -425,11 +425,11 @@ function writeAddress() {
   try {
     history.replaceState(null, "", `${location.href.split("#")[0]}${words.size ? `#${words}` : ""}`);
   } catch {
-    // a page that is shown inside another one may not change its address
+    // a page within another one may not change its address
   }
 }
 
-// The controls that an address asks for; what it has that is not offered is left as it is.
+// The controls that an address asks for; values that are not offered are ignored.
 function readAddress() {
   const words = new URLSearchParams(location.hash.slice(1)), controls = {...state.original};
   const offered = {

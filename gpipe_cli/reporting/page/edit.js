@@ -1,12 +1,12 @@
-// The order of actions, edited: an action is dragged, or moved with Alt and an arrow, within its row.
+// Editing the order of actions: an action is dragged, or moved with Alt and an arrow, within its row.
 const FILE = "my_schedule.csv";
 
-// The rows that are edited: those of the lanes that one sees.
+// The edited rows, one for each visible lane.
 function rowsOfLanes({joined, rows, device_of_stage}) {
   return joined ? gpipe.rowsOfDevices(rows, device_of_stage) : rows;
 }
 
-// Where an action is: its row and its place there.
+// The row of an action, and its index in it.
 function placeOf(rows, key) {
   const row = rows.findIndex(actions => actions.some(action => gpipe.key(action) === key));
   return [row, rows[row].findIndex(action => gpipe.key(action) === key)];
@@ -29,7 +29,7 @@ function moveByKey({figure, span}, arrowKey) {
   live.textContent = explained.textContent = said;
 }
 
-// An order that cannot run is refused, and says why.
+// An order that cannot run is refused, with the reason.
 function moveAction(figure, key, to) {
   pointAt(null);
   const controls = {...state.controls, rows: withMoved(rowsOfLanes(figure), key, to)};
@@ -38,7 +38,7 @@ function moveAction(figure, key, to) {
   explained.textContent = `${key} moved: ${said}`;
 }
 
-// What the move of an action of a stage leads to, in time and in memory.
+// The effect of moving an action of a stage, on time and memory.
 function outcome(before, now, stage) {
   if (!now.timeline) return `this order cannot run: ${now.problem}.`;
   const devicePeak = of => peak(of.device_memory[of.device_of_stage[stage]]), more = devicePeak(now) - devicePeak(before);
@@ -82,7 +82,7 @@ function startGhost(node) {
   return {bar, line: make("path", {class: "insert"}, node.parentNode)};
 }
 
-// A line where the action would go.
+// Draws a line where the action would go.
 function placeInsertion(line, others, to, stage) {
   const x = xOf(to < others.length ? others[to].start : others.at(-1)?.end ?? 0);
   const {top, bar} = drawn.get("simulated").rows[stage];
@@ -102,7 +102,7 @@ function saveOrder() {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-// The settings that make gpipe run what is shown.
+// The settings with which gpipe runs what is shown.
 function showOrder() {
   const {partitions, micro_batches, schedule, recompute, stages_per_process, placement, rows} =
     gpipe.resolveControls(data, state.controls);

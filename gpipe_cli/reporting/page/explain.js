@@ -1,18 +1,18 @@
-// Sentences about what is seen: what an action is, what it waits for, and why a device is idle.
-const NEAR = 1e-9; // seconds: times of one moment, reached by different sums
+// Sentences about the picture: what an action is, what it waits for, and why a device is idle.
+const NEAR = 1e-9; // seconds; times that differ by less are equal, except for rounding
 
-// The action of another stage whose result this one waits for, if any.
+// The action of another stage whose result an action waits for, if any.
 function source(figure, action) {
   return figure.spanOf.get(figure.sourceOf(action));
 }
 
-// The action that an action waits for longest: that of the source or, in a simulation, of a skip that comes later.
+// The action that an action waits for longest: its source or, in a simulation, a skip's that arrives later.
 function awaited(figure, action) {
   const last = figure.timeline.transfers && gpipe.lastTransfer(figure.timeline, action);
   return last ? figure.spanOf.get(gpipe.key(last.from)) : source(figure, action);
 }
 
-// The action of the same stage whose result this one needs: a backward its forward, or its recomputation.
+// The action of the same stage whose result an action needs: for a backward, its forward or recomputation.
 function sameStageSource(figure, action) {
   const {kind, stage, micro_batch} = action;
   const found = {R: ["F"], B: ["R", "F"], I: ["R", "F"], W: ["I"], F: []}[kind];
@@ -42,7 +42,7 @@ function whyThen(figure, span) {
   return earlier ? `It needs ${gpipe.key(earlier.action)}.` : "It is the first action of its device and waits for nothing.";
 }
 
-// Of neighbouring stages on one device.
+// A note if no link is crossed.
 function linkInWords(figure, action) {
   const sent = source(figure, action)?.action;
   if (!sent || figure.device_of_stage[sent.stage] !== figure.device_of_stage[action.stage]) return "";
@@ -58,7 +58,7 @@ function waitSentence(figure, span, needed, free) {
   return `Before it, ${who}: ${on} computes it until ${duration(needed.end)}${way}.`;
 }
 
-// Below this a wait is not told: nobody sees it.
+// Waits shorter than this are not reported.
 function shortest(figure) {
   return Math.max(NEAR, figure.step_seconds * 1e-4);
 }
@@ -95,13 +95,13 @@ function mostWork(figure) {
   return `stage ${most} works longest, ${duration(work[most])}; the mean is ${duration(mean)}`;
 }
 
-// "stage 7", and where it is if it is not alone there.
+// "stage 7", with its device if that has other stages.
 function stageWord(figure, stage) {
   const device = figure.device_of_stage[stage];
   return stagesOn(figure, device).length > 1 ? `stage ${stage} of device ${device}` : `stage ${stage}`;
 }
 
-// What a lane stands for.
+// The name of a lane's stage or device.
 function laneWord(figure, stage) {
   return figure.joined ? deviceWord(figure, figure.device_of_stage[stage]) : `stage ${stage}`;
 }
@@ -129,7 +129,7 @@ function explainMemory(figure, stage, time) {
     `${size(workspace)}.`;
 }
 
-// Of the stage, or of all stages of its lane.
+// The share of a step of the stage, or of all stages of its lane.
 function explainStage(figure, stage) {
   const {stages} = drawn.get(figure.kind).rows[stage];
   if (stages.length === 1) return stageInWords(figure, stage);

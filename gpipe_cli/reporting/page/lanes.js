@@ -1,13 +1,13 @@
-// The lanes: figures under each other on one time axis, as SVG. A figure is built once; to move in time changes only
-// places and widths of what there is.
+// The lanes: figures under each other on one time axis, as SVG. A figure is built once; panning and zooming change only
+// positions and widths.
 const SVG = "http://www.w3.org/2000/svg";
 const field = id => document.getElementById(id);
 const svg = field("lanes");
 const HEADER = 24, AXIS = 24, GAP = 14, DEVICE = 17, RIGHT = 14;
 const MAX_BARS = 8000; // of a figure; more are not drawn
-const view = {start: 0, seconds: 1, width: 800, left: 84}; // what of the time axis is shown, and where
-const drawn = new Map(); // kind of a figure -> what was built for it
-let layers; // the groups of the picture: ticks, figures, what is pointed at, play head
+const view = {start: 0, seconds: 1, width: 800, left: 84}; // the visible part of the time axis, and its place in pixels
+const drawn = new Map(); // kind of a figure -> its elements
+let layers; // the groups of the picture: ticks, figures, highlights, play head
 
 function make(name, attributes, parent, text) {
   const node = document.createElementNS(SVG, name);
@@ -17,14 +17,14 @@ function make(name, attributes, parent, text) {
   return node;
 }
 
-// The colour of an action, of those of palette.py: the hue tells the micro-batch, the lightness what is done.
+// The colour of an action, from palette.py: the hue is the micro-batch, the lightness the kind of action.
 function colour(kind, microBatch, microBatches) {
   const hues = data.colours[kind];
   return hues[Math.round(microBatch / Math.max(1, microBatches - 1) * (hues.length - 1))];
 }
 
-// A timeline with what sentences and arrows ask for: spans by name, by device, and the one before each. `joined`: whether
-// a device has a lane for all of its stages, as they are not neighbours and micro-batches come to it again.
+// A timeline with indexes for sentences and arrows: spans by name, by device, and the span before each. `joined`: whether
+// a device has one lane for all of its stages, as they are not adjacent and micro-batches return to it.
 function figureOf(kind, timeline, parts) {
   const device_of_stage = timeline.device_of_stage?.length ? timeline.device_of_stage
     : timeline.spans.map((_, stage) => stage);
@@ -78,7 +78,7 @@ function startPicture() {
   for (const name of ["ticks", "pointed", "head"]) layers[name].setAttribute("pointer-events", "none");
 }
 
-// Puts a figure in place of the one of its kind, or removes that.
+// Replaces the figure of a kind, or removes it.
 function show(kind, figure) {
   drawn.get(kind)?.group.remove();
   drawn.delete(kind);
@@ -132,7 +132,7 @@ function idleShare(figure) {
   return IDLE.reduce((sum, name) => sum + figure.breakdown[name], 0);
 }
 
-// A lane is of one stage, or of all stages of a device.
+// A lane shows one stage, or all stages of a device.
 function buildLane(result, device, stages, top, bar) {
   const {figure, group} = result, several = stages.length > 1, y = top + bar / 2;
   const name = figure.kind === "K = 1" ? "all layers" : figure.joined ? `device ${device}` : `stage ${stages[0]}`;
@@ -149,7 +149,7 @@ function buildLane(result, device, stages, top, bar) {
   result.lanes.push(lane);
   for (const stage of stages) result.rows[stage] = lane;
   const room = {y: top, height: bar};
-  const taken = !figure.joined && figure.ofDevice.size < figure.device_of_stage.length; // the device may do another's
+  const taken = !figure.joined && figure.ofDevice.size < figure.device_of_stage.length; // it may run another stage
   addBox(result, plot, {...room, class: taken ? "other" : "idle"}, 0, figure.step_seconds);
   const regions = figure.regions.get(device);
   for (const region of regions) {
@@ -168,8 +168,7 @@ function buildLane(result, device, stages, top, bar) {
   return top + bar + 4;
 }
 
-// Where the bars of a stage are in its lane: of several stages each later one is lower, so that one sees in a V the way
-// down and the way back up.
+// The place of a stage's bars in its lane: each later stage is lower, which in a V shows the way down and back up.
 function barOf({stages, top, bar}, stage) {
   if (stages.length < 2) return {y: top, height: bar};
   const way = Math.round(bar / 4);
@@ -182,7 +181,7 @@ function addBox(result, parent, attributes, start, end) {
   return node;
 }
 
-// The longest of some texts that has room between two times.
+// Shows the longest of some texts that fits between two times.
 function addText(result, parent, texts, {start, end}, y, name) {
   const node = make("text", {class: name, y: y + 0.5}, parent);
   result.items.push({node, start: Math.max(0, start), end, texts});
@@ -213,18 +212,18 @@ function actionLabel(figure, {action, start, end}) {
     `${duration(start)} to ${duration(end)}`;
 }
 
-// The limit as it is drawn, of a stage: one far above is only told in words.
+// The limit of a stage that is drawn: a limit far above is only in the text.
 function shownLimit(figure) {
   const most = Math.max(...devicesMemory(figure).map(([device, of]) => peak(of) / stagesOn(figure, device).length));
   return figure.limit_bytes && figure.limit_bytes < 2.5 * most ? figure.limit_bytes : 0;
 }
 
-// [device, what its stages hold together]
+// [device, bytes held by all of its stages]
 function devicesMemory(figure) {
   return [...figure.ofDevice.keys()].map(device => [device, figure.device_memory[device]]);
 }
 
-// What the top of all memory curves stands for: the same for every device.
+// The bytes at the top of all memory curves, the same for every device.
 function memoryTop(figure) {
   const limit = shownLimit(figure);
   return 1.04 * Math.max(...devicesMemory(figure).flatMap(([device, of]) =>
@@ -235,8 +234,7 @@ function peak({weights, gradients, optimizer, buffers, workspace, held}) {
   return weights + gradients + optimizer + buffers + workspace + gpipe.maxOf(held, 0);
 }
 
-// What a device holds over time, stacked: weights, gradients with the optimizer's state, buffers and work space,
-// activations.
+// A device's memory over time, stacked: weights, gradients with optimizer state, buffers and workspace, activations.
 function buildMemory(result, device, top, height) {
   const {figure} = result, {weights, gradients, optimizer, buffers, workspace, held} = figure.device_memory[device];
   const stages = stagesOn(figure, device), {node, plot} = result.rows[stages.at(-1)], most = memoryTop(figure);
@@ -262,7 +260,7 @@ function buildMemory(result, device, top, height) {
   return top + height + 6;
 }
 
-// While an action runs its bytes are known; between two, what has been freed is gone and what comes is not there yet.
+// The bytes of running actions are known; between two, the first's are freed and the second's not yet allocated.
 function heldPath(spans, held, below, at) {
   if (!spans.length) return "";
   let path = `M${spans[0].start} ${at(below)}`;
@@ -274,11 +272,11 @@ function heldPath(spans, held, below, at) {
   return `${path}z`;
 }
 
-// Where a step ends; for the simulated one also where that of the run's own setting would.
+// Marks the end of a step, and for the simulated step also the original setting's.
 function addEnds(result) {
   const {figure, group} = result;
   const plot = make("g", {"clip-path": "url(#plot)", "pointer-events": "none"}, group);
-  const top = HEADER + (result.wide ? -2 : 15); // below what stands at the right
+  const top = HEADER + (result.wide ? -2 : 15); // below the text at the right
   const line = (seconds, name) => {
     const node = make("path", {class: name}, plot);
     result.items.push({node, at: seconds, top, bottom: result.height - 3});
@@ -292,13 +290,13 @@ function addEnds(result) {
   result.more = make("text", {class: "ends more", y: HEADER + 9}, group);
 }
 
-// The room for the picture. To ask for it makes a browser lay out the whole page: not while a slider is dragged.
+// The width of the picture. Measuring it makes a browser lay out the whole page: not while a slider is dragged.
 function measureWidth() {
   view.width = Math.max(280, svg.parentNode.clientWidth);
   view.left = view.width < 560 ? 66 : 80;
 }
 
-// Height and places of the figures; afterwards their times.
+// Sets height and places of the figures, then their times.
 function layOut() {
   let top = AXIS;
   for (const kind of ["measured", "simulated", "K = 1"]) {
@@ -335,7 +333,7 @@ function requestPlace() {
   if (!placing) placing = requestAnimationFrame(place);
 }
 
-// Everything that depends on the part of the time axis that is shown.
+// Redraws what depends on the visible part of the time axis.
 function place() {
   cancelAnimationFrame(placing);
   placing = 0;
@@ -378,7 +376,7 @@ function placeText(item, from, to, seen) {
   if (text) item.node.setAttribute("x", ((from + to) / 2).toFixed(1));
 }
 
-// A step that goes on beyond the right edge says so.
+// Marks steps that extend past the right edge.
 function placeMore(one, right) {
   const beyond = one.figure.step_seconds > timeOf(right) + NEAR && one.figure.kind === "K = 1";
   one.more.textContent = beyond ? `continues until ${duration(one.figure.step_seconds)} \u2192` : "";
@@ -402,7 +400,7 @@ function placeTicks() {
   }
 }
 
-// Round times: about one in 100 pixels.
+// Ticks at round times, about one per 100 pixels.
 function tickStep(seconds) {
   const most = seconds * 90 / plotWidth(), power = 10 ** Math.floor(Math.log10(most));
   return [1, 2, 5, 10].map(n => n * power).find(step => step >= most * 0.999);

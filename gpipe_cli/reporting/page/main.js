@@ -1,16 +1,16 @@
-// The page: its data, its state, and what follows when the state changes.
+// The page: its data, its state, and the redrawing after a change of state.
 const data = JSON.parse(field("data").textContent);
 const state = {
-  own: null, // the controls of the run's own setting
-  controls: null, // those that are simulated
-  history: [], // those before, for undo
-  figure: null, // what is simulated
+  original: null, // the controls of the run's own setting
+  controls: null, // the simulated controls
+  history: [], // earlier controls, for undo
+  figure: null, // the simulated step
   originalFigure: null, // the run's own setting, simulated: others are compared with it
-  recorded: 0, // number of the measured step that is shown
-  pointed: null, // what the pointer or the focus is on
-  dragging: false, // of the pointer
+  recorded: 0, // index of the measured step that is shown
+  pointed: null, // the piece under the pointer or with the focus
+  dragging: false, // the pointer drags an action or the background
   sliding: false, // a slider is being dragged
-  memory: true, one: true, // what is shown beside the lanes
+  memory: true, one: true, // whether memory, and a single device, are shown
 };
 
 function simulatedFigure(kind, result, controls, about) {
@@ -21,7 +21,7 @@ function simulatedFigure(kind, result, controls, about) {
 
 const HINT = field("explained").textContent;
 
-// A recorded step as the simulator would give it.
+// A recorded step in the simulator's form.
 function measuredFigure() {
   const step = data.steps[state.recorded];
   if (!step?.stages.length) return null;
@@ -140,7 +140,7 @@ function showLegend() {
   }
 }
 
-// All figures anew, for another width or with other parts.
+// Redraws everything, for another width or with other parts.
 function redraw() {
   measureWidth();
   showMeasured();

@@ -1,6 +1,6 @@
-// From the data of the page to a step: what layers and stages cost and hold, where to cut, and what a choice of
-// settings leads to. The same rules as in planner/{plan,cost_model,stage_memory}.py and pipeline/profile/layer_cost.py;
-// where to cut is in the data.
+// From the data of the page to a step: time and memory of layers and stages, the cut, and the result of a choice of
+// settings. The same rules as in planner/{plan,cost_model,stage_memory}.py and pipeline/profile/layer_cost.py; cuts are
+// in the data.
 
 const boundsOf = (balance) => {
   let end = 0;
@@ -35,7 +35,7 @@ function microBatchSizes(data, M) {
   return sizes.slice(0, Math.floor(pieces / replicas) + (pieces % replicas ? 1 : 0));
 }
 
-/** By how much 1, 2, ... of so many devices slow each other down while they compute. */
+/** The factors by which 1, 2, ... of the devices slow each other down while they compute. */
 function slowdowns({slowdown, setting}, devices) {
   const {at_once: limit, factor, together} = slowdown, {replicas} = setting, others = Math.max(1, together - 1);
   const atOnce = limit === null ? devices * replicas : Math.min(limit, devices * replicas);
@@ -51,15 +51,15 @@ function slowdowns({slowdown, setting}, devices) {
 const CONTROL_NAMES = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process", "placement"];
 const AS_PLANNED = "as planned"; // a placement without a name
 
-/** The controls that stand for the plan or the run itself. `own_devices`: nothing that devices of one machine share, as
- *  cores and memory, slows them down. */
+/** The controls of the plan or the run itself. `own_devices`: devices are not slowed down by sharing a machine's cores
+ *  and memory. */
 const originalControls = (data) => ({...Object.fromEntries(CONTROL_NAMES.map((name) => [name, data.setting[name]])),
   backward_factor: 1, link_factor: 1, own_devices: false});
 
-/** Whether the page has this order for any setting, and not only that of the plan. */
+/** Whether the page has this order for any setting, not only for the plan's. */
 const isKnown = (schedule) => SCHEDULES.includes(schedule);
 
-/** The controls with what the order itself decides: where stages are. */
+/** The controls with the placement that the order determines. */
 function resolveControls(data, controls) {
   const chosen = {...originalControls(data), ...controls};
   if (CONTROL_NAMES.every((name) => chosen[name] === data.setting[name])) return chosen;
@@ -68,7 +68,7 @@ function resolveControls(data, controls) {
   return isKnown(chosen.schedule) ? chosen : {...chosen, placement: data.setting.placement};
 }
 
-/** The device of each stage. Throws a line that says why there can be none. */
+/** The device of each stage. Throws an error with the reason if it is impossible. */
 function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule, placement}) {
   const original = data.setting;
   if (K === original.partitions && each === original.stages_per_process && placement === original.placement) {
@@ -85,7 +85,7 @@ function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule,
   return placeStages(placement, K, each);
 }
 
-/** The bytes that each stage must stay below, those of a device together, or null. */
+/** The memory limit of each stage, in bytes, or null; a device's stages must stay below the sum of theirs. */
 function limitOf({limit, setting}, device_of_stage) {
   if (!limit) return null;
   const most = maxOf(device_of_stage.map((device) => device_of_stage.filter((other) => other === device).length));
@@ -93,7 +93,7 @@ function limitOf({limit, setting}, device_of_stage) {
     machine: device_of_stage.length * setting.replicas}[limit.of]);
 }
 
-/** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
+/** The step of a choice of settings, for the view to draw; `problem` is the reason if it is impossible. */
 function configure(data, controls) {
   try {
     return chosenStep(data, resolveControls(data, controls));
@@ -151,8 +151,8 @@ function chosenStep(data, chosen) {
   return problems.length ? {...result, problem: problems[0]} : result;
 }
 
-/** The step of one device that takes the mini-batch whole, recomputes nothing, and has the whole machine: what a
- *  pipeline has to beat, whatever the controls say of it. Null if that does not fit. */
+/** The single-device baseline: a step that takes the whole mini-batch, recomputes nothing, and has the whole machine,
+ *  whatever the controls are. Null if it does not fit. */
 function baselineStep({baseline, layers}, {backward_factor}) {
   if (!baseline) return null;
   const {forward, rest} = baseline, backward = baseline.backward * backward_factor;
@@ -168,8 +168,8 @@ function crossingSkips(skips, balance) {
     .filter(({sender, receiver}) => sender < receiver);
 }
 
-/** The skips between stages that are no neighbours, in one for each two stages. The others are added to `edges`, as they
- *  go in one message with what the next layer gets. */
+/** The skips between stages that are not adjacent, merged for each pair of stages. The others are added to `edges`, as
+ *  they are sent in one message with the next layer's input. */
 function longSkips(edges, skips) {
   const found = new Map();
   for (const {sender, receiver, forward, backward} of skips) {
@@ -181,23 +181,23 @@ function longSkips(edges, skips) {
   return [...found.values()];
 }
 
-/** Of each skip between stages that are no neighbours, the bytes of each micro-batch, and of their gradients. */
+/** For each skip between stages that are not adjacent, the bytes of each micro-batch and of their gradients. */
 function skipsToDistantStages(data, balance, sizes) {
   return crossingSkips(data.skips, balance).filter(({sender, receiver}) => receiver > sender + 1)
     .map((skip) => ({...skip, sizes: sizes.map((samples) => skip.bytes.map(([base, each]) => base + each * samples))}));
 }
 
-/** The ways to hold a micro-batch in a stage of these layers that is replayed as graphs. Its pool also has what a layer's
- *  backward allocates, when the layers after it have freed what they kept. */
+/** The bytes of a micro-batch in a stage of these layers that is replayed as CUDA graphs. Its pool also contains what a
+ *  layer's backward allocates once the layers after it have freed what they saved. */
 function inPools(ways, layers, size) {
   const most = maxOf(layers.map(({graphs, workspace}) => size(graphs) + size(workspace)));
   const graph = ways.graph + most - size(layers.at(-1).graphs);
   return {...ways, graph, weights: graph + ways.gradients};
 }
 
-/** What each stage holds, at its own fullest moment, and what each device does, whose stages compute one at a time:
- *  {stages, devices}, of each {weights, gradients, optimizer, buffers, workspace, held while each action runs}. Stages
- *  that are replayed as graphs keep what they hold at their fullest moment. */
+/** The memory of each stage at its peak, and of each device, whose stages compute one at a time: {stages, devices}, with
+ *  {weights, gradients, optimizer, buffers, workspace, held while each action runs} each. Stages that are replayed as
+ *  CUDA graphs keep their peak. */
 function memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays}) {
   const waiting = peakSkipBytes(rows, skipping, device_of_stage);
   const stages = stagesOf(rows).map((actions, k) =>
@@ -213,13 +213,13 @@ function memoryInAll(rows, device_of_stage, {fixed, heldSizes, skipping, replays
   return {stages, devices};
 }
 
-/** The bytes by which each device is over the limits of its stages together. */
+/** The bytes by which each device exceeds the sum of its stages' limits. */
 function missingBytes(devices, limit) {
   return devices.map(({held, stages = 1, ...stored}) =>
     sum(Object.values(stored)) + maxOf(held, 0) - stages * limit);
 }
 
-/** The cut: of the plan, or for another K, or for recomputation where the plan has none, the fastest one. */
+/** The plan's cut; for another K, or for recomputation that the plan does not have, the fastest cut. */
 function cutOf(data, {partitions: K, recompute}) {
   const {setting, cut, cuts} = data, again = (mode) => mode === "always" || mode === "except_last";
   if (K === setting.partitions && (setting.balance_given || again(recompute) === again(setting.recompute))) return cut;
@@ -227,8 +227,8 @@ function cutOf(data, {partitions: K, recompute}) {
   return cuts[K][again(recompute) ? 1 : 0];
 }
 
-/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. With `auto` settings
- *  other than the plan's recompute nothing if that fits the memory, and else all that is worth it. */
+/** The rows: as edited; the plan's, for its settings; or an order with recomputation. With `auto`, settings other than
+ *  the plan's recompute nothing if that fits the memory, otherwise all that is worth it. */
 function rowsFor(data, chosen, device_of_stage, fits) {
   const {schedule, recompute, partitions: K, micro_batches: M, rows} = chosen, original = data.setting;
   if (rows) return rows;

@@ -1,8 +1,8 @@
-// What is pointed at, and moving in time: with pointer, wheel and keys.
+// Pointing, panning and zooming: with pointer, wheel and keys.
 const explained = field("explained"), tip = field("tip");
 const live = field("live");
 
-// ---- what is pointed at ----
+// ---- pointing ----
 
 function sentence(piece, time) {
   const {figure, what, stage} = piece;
@@ -29,7 +29,7 @@ function regionNode({figure, stage, region}) {
     .find(node => node.piece.region.start === region.start);
 }
 
-// The way of one micro-batch through all stages.
+// Highlights one micro-batch in all stages.
 function light({figure, span}) {
   const one = drawn.get(figure.kind);
   one.group.classList.add("lighting");
@@ -40,7 +40,7 @@ function light({figure, span}) {
   }
 }
 
-// The way of the micro-batch of the action that is pointed at.
+// Arrows along the path of the pointed action's micro-batch.
 function placePointed() {
   const group = layers.pointed, {pointed} = state;
   group.replaceChildren();
@@ -59,7 +59,7 @@ function placePointed() {
 
 function arrow(group, kind, from, to, name) {
   const {rows} = drawn.get(kind), [one, other] = [from, to].map(({action}) => rows[action.stage]);
-  if (one === other) { // of one device: no link
+  if (one === other) { // on the same device: no link
     arc(group, kind, from, to, name);
     return;
   }
@@ -71,7 +71,7 @@ function arrow(group, kind, from, to, name) {
   make("path", {class: name, d}, group);
 }
 
-// From an action to one of the same lane, over what is between.
+// An arrow to another action of the same lane, above the actions between.
 function arc(group, kind, from, to, name = "arrow before") {
   const x1 = xOf(from.end) - 2, x2 = Math.max(xOf(to.start) + 2, x1 + 6);
   const [y1, y2] = [from, to].map(({action}) => laneY(kind, action.stage) - 4), up = Math.min(24, 8 + (x2 - x1) / 8) - 4;
@@ -85,7 +85,7 @@ function stepsEnd() {
   return Math.max(...shown.map(figure => figure.step_seconds), state.originalFigure.step_seconds);
 }
 
-// ---- moving in time ----
+// ---- panning and zooming ----
 
 function longest() {
   return Math.max(...[...drawn.values()].map(one => one.figure.step_seconds), state.originalFigure.step_seconds) * 1.02;
@@ -104,13 +104,13 @@ function moveTo(start) {
   requestPlace();
 }
 
-// What is zoomed around without a pointer: the action that is pointed at, or the middle.
+// The centre of a zoom without a pointer: the pointed action, or the middle.
 function zoomCentre() {
   const {span} = state.pointed ?? {}, x = span ? xOf((span.start + span.end) / 2) : -1;
   return x >= view.left && x <= view.width - RIGHT ? x : view.left + plotWidth() / 2;
 }
 
-// Everything closer by a factor, with what is at x where it was.
+// Zooms in by a factor, keeping the time at x in place.
 function zoom(factor, x = zoomCentre()) {
   const time = timeOf(x), all = Math.max(longest(), stepsEnd() * 1.015);
   view.seconds = Math.min(all, Math.max(all * 1e-4, view.seconds / factor));
@@ -140,7 +140,7 @@ function onPointerDown(event) {
   }
 }
 
-// Follows the pointer until it is released; a click without a way is none.
+// Follows the pointer until it is released; without movement nothing is dragged.
 function drag(event, follow, end = () => {}) {
   let moving = false;
   const controller = new AbortController(), options = {signal: controller.signal};
@@ -188,7 +188,7 @@ function onFocus(event) {
   event.target.setAttribute("tabindex", 0);
 }
 
-// The action that an arrow key goes to: the next one of the lane, or the nearest in time of the next lane.
+// The target of an arrow key: the next action of the lane, or the nearest in time of the next lane.
 function neighbour({figure, span, stage}, key) {
   const {spans} = drawn.get(figure.kind).rows[stage], at = spans.indexOf(span);
   const along = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: spans.length - 1}[key];

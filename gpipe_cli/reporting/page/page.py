@@ -1,6 +1,6 @@
 """pipeline.html: one self-contained file, assembled from the parts in this folder, so that it can be sent and archived.
 
-Measured steps are drawn beside simulated ones. The page itself simulates, from the data of
+Measured steps are drawn above simulated ones. The page itself simulates, from the data of
 `planner/simulation_data.py` and by the rules of `schedule/`; a test checks that both give the same results.
 """
 
@@ -18,10 +18,13 @@ from gpipe_cli.system.files import write_atomic
 
 PAGE = "pipeline.html"
 MAX_STEPS = 12
-HUE_STEPS = 241  # colours per kind of action; for up to 16 micro-batches, nearly all equal those of timeline.png
+HUE_STEPS = 241  # colours per kind of action; for up to 16 micro-batches, nearly all equal timeline.png's
 MAX_BARS = 8000  # measured bars of all steps together; more bars would make a page of many megabytes
 
-# The order matters: each script uses names that earlier ones define.
+# The scripts are joined, in this order, into one function, and a script uses at load only names of earlier ones. They
+# share `gpipe` (the functions of ENGINE), `svg`, `view`, `drawn` and `layers` (lanes.js), `data` and `state` (main.js,
+# or scenes.js of the site). ES modules in a single file would need a data: URL for each in an import map, and the lists
+# of about 150 imported names.
 ENGINE = ("schedules.js", "simulator.js", "model.js")
 LANES = ("words.js", "lanes.js", "explain.js")
 VIEW = (*LANES, "navigate.js", "edit.js", "controls.js", "main.js")
@@ -30,17 +33,17 @@ STYLES = ("../style.css", "page.css", "lanes.css")
 
 
 class PageContext(TypedDict, total=False):
-    """What a page says beside the simulation."""
+    """Facts that a page shows in addition to the simulation."""
 
     commands: Sequence[str]  # the command lines as typed
     run: str | None  # the run folder
-    contended: float | None  # the share of time in which other programs used the run's cores, if they slowed it
+    contended: float | None  # the fraction of time in which other programs used the run's cores, if they slowed it
     launched: Sequence[str]  # stages that could not be replayed as graphs when the run began, each with the reason
 
 
 @cache
 def shared_data() -> dict[str, Any]:
-    """What the pages of all runs and plans are drawn from: colours, and the bytes held around actions."""
+    """Data that the pages of all runs and plans share: colours, and the memory effects of actions."""
     return {
         "colours": {what: [colour(what, n, HUE_STEPS) for n in range(HUE_STEPS)] for what in ACTIONS},
         "holds": {f"{kind} {retain}": around for (kind, retain), around in MEMORY_EFFECTS.items()},
@@ -70,7 +73,7 @@ def write_page(
 
 
 def fill_template(template: str, **parts: str) -> str:
-    """The document `template` of this folder with `parts` in the places of their names: {{css}}."""
+    """The document `template` of this folder with `parts` instead of their names: {{css}}."""
     first, *others = read_part(template).split("{{")
     return first + "".join(parts[name] + text for name, _, text in (other.partition("}}") for other in others))
 

@@ -2,17 +2,17 @@
 // rules as in schedule/{schedule,placement,named_schedules,dependencies,recomputation}.py, where they are
 // explained; a test in a browser holds the two against each other.
 
-const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]; // of others the page has the order of the plan
+const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]; // of others the page has only the plan's order
 
 const act = (kind, stage, micro_batch) => ({kind, stage, micro_batch});
 const key = (a) => `${a.stage}${a.kind}${a.micro_batch}`;
 const sendsGradient = (a) => a.kind === "B" || a.kind === "I";
-const NEEDED = {F: [], R: ["F"], B: ["F", "R"], I: ["F", "R"], W: ["I"]}; // before it, on the same stage
+const NEEDED = {F: [], R: ["F"], B: ["F", "R"], I: ["F", "R"], W: ["I"]}; // earlier actions of the same stage
 const range = (count, make = (n) => n) => Array.from({length: count}, (_, n) => make(n));
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const maxOf = (values, least = -Infinity) => values.reduce((most, value) => Math.max(most, value), least);
 
-/** What was made for a name before, or is made now. */
+/** The map's value for a name, made now if it is missing. */
 function getOrMake(known, name, make) {
   if (!known.has(name)) known.set(name, make());
   return known.get(name);
@@ -21,11 +21,11 @@ function getOrMake(known, name, make) {
 /** The action that is written `2F0`. */
 function action(text) {
   const found = /^(\d+)([FRBIW])(\d+)$/.exec(text);
-  if (!found) throw new Error(`${text} is no action`);
+  if (!found) throw new Error(`${text} is not an action`);
   return act(found[2], Number(found[1]), Number(found[3]));
 }
 
-/** What each stage does, in order. */
+/** The actions of each stage, in order. */
 function stagesOf(rows) {
   const stages = range(1 + maxOf(rows.flat().map((a) => a.stage), -1), () => []);
   for (const row of rows) for (const a of row) stages[a.stage].push(a);
@@ -55,7 +55,7 @@ function sources(rows) {
 
 // --- where stages are
 
-/** The device of each of K stages: neighbours, with `each` of them on a device but the last, looped, or v. */
+/** The device of each of K stages: neighbours, with `each` of them on a device except the last, looped, or v. */
 function placeStages(name, K, each) {
   const devices = Math.ceil(K / each), there = (stage) => Math.floor(stage / devices) % 2 === 0;
   switch (name) {
@@ -68,14 +68,14 @@ function placeStages(name, K, each) {
   throw new Error(`placement ${name} is unknown`);
 }
 
-/** A row for each device: its stages' actions in an order in which it can perform them. */
+/** A row for each device: its stages' actions in an order that it can run. */
 function rowsOfDevices(rows, device_of_stage) {
   const devices = range(1 + maxOf(device_of_stage), () => []);
   for (const a of topologicalOrder(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
   return devices;
 }
 
-// --- orders with a name
+// --- named orders
 
 const pass = (kind, stage, M) => range(M, (m) => act(kind, stage, m));
 
@@ -144,7 +144,7 @@ function withRecomputation(rows, mode) {
   return rows.map((row) => row.flatMap((a) => needed(a) ? [act("R", a.stage, a.micro_batch), a] : [a]));
 }
 
-/** What a stage retains of the micro-batch after each of its actions: nothing, input, graph or weights. */
+/** What a stage has saved of the micro-batch after each of its actions: nothing, input, graph or weights. */
 function savedAfterActions(stageActions) {
   const ofKind = (test) => new Set(stageActions.filter(test).map((a) => a.micro_batch));
   const backward = ofKind(sendsGradient), recomputed = ofKind((a) => a.kind === "R");
@@ -155,9 +155,9 @@ function savedAfterActions(stageActions) {
   });
 }
 
-// --- what waits for what
+// --- dependencies
 
-/** The least of arrays of numbers, compared entry by entry, comes first. */
+/** A heap of arrays of numbers, compared entry by entry; the least comes first. */
 class Heap {
   constructor() { this.entries = []; }
   get size() { return this.entries.length; }
@@ -188,7 +188,7 @@ function before(one, other) {
   return at >= 0 && one[at] < other[at];
 }
 
-/** The actions in an order in which one process can perform them. Throws if there is none. */
+/** The actions in an order that one process can run. Throws if there is none. */
 function topologicalOrder(rows, device_of_stage) {
   const home = rowsOf(rows), source = sources(rows), device = device_of_stage || home;
   const next = rows.map(() => 0), ended = new Set();

@@ -1,11 +1,11 @@
-// What a schedule takes, by the same rules as schedule/{simulator,breakdown}.py: seconds of each action, idle
+// The simulation of a schedule, by the same rules as schedule/{simulator,breakdown}.py: seconds of each action, idle
 // time and its causes, and the bytes held.
 
 /** When each action runs. `stages`: {forward, graph, backward, inputs, weights, update, sum} seconds of each; `edges`:
- *  {forward, backward} seconds between neighbours, none if left out; `slowdown[n - 1]`: how much slower everything is
+ *  {forward, backward} seconds between neighbours, none if left out; `slowdown[n - 1]`: the factor of all durations
  *  while n devices compute; `device_of_stage`: the device of each stage; `ties`: {stages, seconds} of weights that several
- *  stages have; `skips`: {sender, receiver, forward, backward} between stages that are no neighbours. Of the timeline,
- *  `transfers` has by action what comes for it over links: {from: the action that it is of, end}.
+ *  stages have; `skips`: {sender, receiver, forward, backward} between stages that are not adjacent. In the timeline,
+ *  `transfers` maps an action to the transfers that it waits for: {from: the sending action, end}.
  *  Throws for a schedule that deadlocks. */
 function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null, ties = [], skips = []}) {
   const device = device_of_stage && device_of_stage.length ? device_of_stage : rowsOf(rows), source = sources(rows);
@@ -34,7 +34,7 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     ahead[receiver].push({from: sender, seconds: forward, free: 0});
     back[sender].push({from: receiver, seconds: backward, free: 0});
   }
-  let now = 0, virtual = 0; // ends are on a virtual clock, which stands for undisturbed work
+  let now = 0, virtual = 0; // ends are on a virtual clock, which counts undisturbed work
 
   function begin(d) {
     const a = left[d][next[d]];
@@ -100,7 +100,7 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     }
   }
 
-  /** When all that an action needs is there. */
+  /** The time at which all inputs of an action have arrived. */
   function arrivalOf(a, sent) {
     const came = getOrMake(transfers, key(a), () => (a.kind === "F" ? ahead : back)[a.stage].map((link) => carry(link, a)));
     return maxOf(came.map((transfer) => transfer.end), sent);
@@ -135,7 +135,7 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
   return {spans, events, device_of_stage: [...device], transfers};
 }
 
-/** What lies before an action that starts when its device had been free for a while. */
+/** The events of the wait before an action that starts when its device has been free for a while. */
 function gap(a, free, start, sent) {
   const came = sent === null ? start : Math.max(free, Math.min(sent, start));
   const parts = [["waiting", free, came], ["transfer", came, start]];
@@ -149,12 +149,12 @@ function windowOf(timeline) {
   return [-maxOf(spans.map((span) => -span.start)), maxOf(spans.map((span) => span.end))];
 }
 
-/** Of the last action, or of what comes after it. */
+/** The end of the last action or of a later event. */
 const endOf = (timeline) => maxOf(timeline.events.flat().map((event) => event.end), windowOf(timeline)[1]);
 
 const overlapSeconds = (event, begin, end) => Math.max(0, Math.min(event.end, end) - Math.max(event.start, begin));
 
-/** Of each device, the actions and events of its stages and how long it was busy, idle and neither. */
+/** For each device, the actions and events of its stages and how long it was busy, idle and neither. */
 function devicesOf(timeline, stepSeconds) {
   const [begin, end] = windowOf(timeline), found = new Map();
   timeline.spans.forEach((spans, k) => {
@@ -175,7 +175,7 @@ function devicesOf(timeline, stepSeconds) {
   });
 }
 
-/** Seconds of imbalance of each device: what it has less to do than the busiest one, as far as it is idle. */
+/** Seconds of imbalance of each device: how much less it computes than the busiest one, at most its idle time. */
 function imbalances(devices, M) {
   const most = maxOf(devices.map((one) => one.busy));
   const unequal = devices.map((one) => (most - one.busy) * (M - 1) / M);
@@ -205,8 +205,8 @@ function breakdown(timeline, M, stepSeconds) {
   };
 }
 
-/** [device, its idle times] in the order of the devices' numbers. Of each idle time there is {start, end, why}: bubble, imbalance, transfer or
- *  set_up. Imbalance is laid onto its waits between its first and its last action, the longest first. */
+/** [device, idle times], by device; an idle time is {start, end, why}: bubble, imbalance, transfer or set_up. Imbalance is
+ *  assigned to the device's waits between its first and its last action, the longest first. */
 function idleRegions(timeline, M, stepSeconds) {
   const [begin, end] = windowOf(timeline), devices = devicesOf(timeline, stepSeconds), unequal = imbalances(devices, M);
   const found = devices.map((one, n) => {
@@ -281,7 +281,7 @@ function deviceMemory(rows, device_of_stage, sizes) {
   });
 }
 
-/** For each stage, the most bytes of skips that wait there to be taken up, and of gradients that wait for the backward.
+/** For each stage, the peak bytes of skips that wait there for their `Pop`, and of gradients that wait for the backward.
  *  `skips`: {sender, receiver, sizes}, with the bytes there and back of each micro-batch. */
 function peakSkipBytes(rows, skips, device_of_stage) {
   const stages = rowsOf(rows), now = stages.map(() => 0), most = stages.map(() => 0);
@@ -301,7 +301,7 @@ function peakSkipBytes(rows, skips, device_of_stage) {
   return most;
 }
 
-/** Of what comes for an action over links, what is there last; undefined if nothing does. */
+/** The last transfer that an action waits for; undefined if there is none. */
 function lastTransfer(timeline, a) {
   const came = timeline.transfers.get(key(a)) || [];
   return came.find((transfer) => transfer.end === maxOf(came.map(({end}) => end)));

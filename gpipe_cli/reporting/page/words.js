@@ -16,7 +16,7 @@ const PLACEMENTS = {
   neighbours: "each device has consecutive stages, as in the paper",
   looped: "micro-batches pass through all P devices several times: the first device has stages 0, P, 2P, \u2026",
   v: "micro-batches go to the last device and come back: the first device also has the last stage",
-  "as planned": "as in the PLANNED's placement file",
+  "as planned": "as in the plan's placement file",
 };
 const RECOMPUTES = {
   never: "keeps the activations of all micro-batches",
@@ -47,7 +47,7 @@ const GLOSSARY = {
   "1F1B": "A schedule: each backward as early as possible, alternating with forwards. At most K micro-batches are in " +
     "flight, so a stage keeps fewer activations than in GPipe's order.",
   bubble: "Idle time that even equal stages would have, as the pipeline fills and drains: at first the last stages wait " +
-    "for work, then the first stages wait for gradients to come back. With equal stages, gpipe or 1f1b, and no recomputation its share " +
+    "for work, then the first stages wait for gradients. With equal stages, gpipe or 1f1b, and no recomputation its share " +
     "is (K-1)/(M+K-1): more micro-batches make it smaller. All idle time that is not imbalance, transfer or set-up " +
     "counts as bubble.",
   imbalance: "Idle time because stages have unequal work, and wait for the slowest one.",
@@ -56,7 +56,7 @@ const GLOSSARY = {
   update: "The optimizer updates the weights, once per step.",
 };
 
-// Whose setting the page begins with.
+// The owner of the original setting.
 function owner() {
   return data.run ? "run" : "plan";
 }
@@ -96,13 +96,13 @@ function shareWord(name) {
   return name.replace("_", "-");
 }
 
-// "13 % shorter"; "as long" where the difference would be shown as 0.
+// "13 % shorter"; "as long" if the difference would be shown as 0.
 function difference(value, of, less, more, same) {
   const change = value / of - 1;
   return Math.abs(change) < 0.0005 ? same : `${percent(Math.abs(change))} ${change < 0 ? less : more}`;
 }
 
-// "F2", without its stage: the row says that.
+// "F2", without its stage, which is the row's.
 function shortName(action) {
   return action.kind + action.micro_batch;
 }

@@ -3,7 +3,7 @@
 Each step is a group of rows; each stage is a row with its actions, waiting, transfers and update. Arrows lead from an
 action to the action of another stage that needs its result.
 
-The format is Google's "Trace Event Format" (Duca and Sinclair, 2016). Two more rules are those of the JSON importer of
+The format is Google's "Trace Event Format" (Duca and Sinclair, 2016). Two more rules come from the JSON importer of
 Perfetto's trace processor: times are whole nanoseconds, and an arrow belongs to the slice begun last on its row.
 """
 
@@ -20,7 +20,7 @@ from gpipe_cli.system.files import write_atomic
 
 TRACE = "timeline_trace.json"
 
-# Names of colours in chrome://tracing (tr.b.ColorScheme of Catapult), which knows no others; Perfetto chooses its own.
+# Names of colours in chrome://tracing (tr.b.ColorScheme of Catapult), which knows no others; Perfetto ignores them.
 _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
             "thread_state_iowait", "olive", "startup")  # fmt: skip
 _EVENT_COLOURS = {EventKind.WAITING: "white", EventKind.TRANSFER: "grey", EventKind.UPDATE: "black"}
@@ -29,13 +29,13 @@ TraceEvent = dict[str, Any]
 
 
 def write_trace(folder: Path, steps: Sequence[TimelineView]) -> None:
-    """Writes the file, whole or not at all. Raises OSError."""
+    """Writes the file atomically. Raises OSError."""
     write_atomic(folder / TRACE, json.dumps(chrome_trace(steps)))
 
 
 def chrome_trace(steps: Sequence[TimelineView]) -> list[TraceEvent]:
-    """The events of the file, with times in microseconds since the start of their own step, or of the window of it that
-    is shown: of a larger step a file would have 100 MB and more.
+    """The events of the file, with times in microseconds since the start of their step, or of the window of it that is
+    shown: a file of a whole large step would have 100 MB and more.
 
     Phases (``ph``): X, a slice of a row; M, the name of a row or of a group of rows; s and f, the start and end of an
     arrow. `pid` is the position of the step, `tid` the stage.

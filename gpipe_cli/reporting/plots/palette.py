@@ -58,7 +58,7 @@ def rgb(colour: Colour) -> tuple[int, int, int]:
 
 
 def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
-    """The sRGB colour; chroma is reduced until the colour lies in the sRGB gamut."""
+    """The sRGB colour; chroma is reduced until the colour is in the sRGB gamut."""
     hue = math.radians(hue_degrees)
     while True:
         linear = _linear(lightness, chroma * math.cos(hue), chroma * math.sin(hue))

@@ -1,4 +1,4 @@
-"""What all pictures share. Import this only where something is drawn: importing matplotlib takes half a second."""
+"""Figures, their style and their files. Import this only to draw: importing matplotlib takes half a second."""
 
 import io
 from pathlib import Path

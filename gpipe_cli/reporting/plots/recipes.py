@@ -10,7 +10,7 @@ from gpipe_cli.reporting.plots.picture import Picture, hide_frame, new_figure, t
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.run.step_breakdown import share_label
 
-MIN_LABELED_FRACTION = 0.03  # a smaller share of a bar has no room for its number
+MIN_LABELED_FRACTION = 0.03  # smaller parts of a bar have no room for a number
 # Lightness, chroma, hue: useful work is dark, repeated work lighter, waiting and the rest pale.
 COLOURS = {
     "compute": (0.55, 0.13, 262.0),

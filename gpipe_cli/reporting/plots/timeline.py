@@ -1,7 +1,7 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
-Up to MAX_BARS bars are hatched, outlined and, where there is room, labelled. More bars would take minutes to draw that
-way and are plain. Of larger steps (128 stages and 512 micro-batches have 131,072 actions) a window is drawn.
+Up to MAX_BARS bars are hatched, outlined and, where they fit, labelled. More bars would take minutes to draw that way
+and are plain. Of larger steps (128 stages and 512 micro-batches have 131,072 actions) a window is drawn.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ LEGEND_LINES = 3
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # rows shrink where the panel would exceed its height
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
 SHOWN_STAGES, SHOWN_ACTIONS = 16, 20  # of a window; with more stages, only some are labelled
-BAR_HEIGHT = 0.86  # share of a row's height
+BAR_HEIGHT = 0.86  # fraction of a row's height
 MARGIN = 1.004  # length of the time axis, relative to the longest timeline
 LEGEND_LINE_INCHES = 0.16
 CHARACTER_INCHES = 0.068  # width of a character in a bar's name
@@ -101,7 +101,7 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, hatched: bool) -> 
 
 
 def _label_bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
-    """Labels the bars that have room for their names; ``inches`` per second, ``row``: height of a row in inches."""
+    """Labels the bars that fit their names; ``inches`` per second, ``row``: height of a row in inches."""
     size = min(9.0, 60 * row)
     for stage, bar in ((stage, bar) for stage, bars in enumerate(view.stages) for bar in bars):
         room = (bar.end_seconds - bar.start_seconds) * inches
@@ -116,7 +116,7 @@ def _label_bars(axes: Axes, view: TimelineView, micro_batches: int, inches: floa
 
 
 def _legend(figure: Figure, micro_batches: int, kinds: set[BarKind], hatched: bool, top: float, narrow: bool) -> None:
-    """A table of colours, kinds of actions by micro-batches; beside it, the kinds of bars without a micro-batch."""
+    """A table of colours, kinds of actions by micro-batches; to its right, the kinds of bars without a micro-batch."""
     left, table = (0.05, 1.25) if narrow else (LEFT_INCHES, 2.3)
     rows = {
         f"{what}  {palette.KIND_NAMES[what]}": [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
@@ -164,7 +164,7 @@ def _add_axes(figure: Figure, left: float, bottom: float, width: float, height: 
 
 
 def _put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:
-    """Titles a panel: `left` in bold; `right`, the numbers, beside it, or below it in a narrow figure."""
+    """Titles a panel: `left` in bold; `right`, the numbers, next to it, or below it in a narrow figure."""
     look: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0}
     axes.set_title(left, loc="left", fontweight="bold", **look, pad=21 if narrow else 7)
     if narrow:

@@ -1,4 +1,4 @@
-"""A training step, measured or simulated, as a picture needs it: Figure 2(c) of the paper, in seconds."""
+"""A training step, measured or simulated, in the form that pictures need: Figure 2(c) of the paper, in seconds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +27,7 @@ SHARES = (*BUSY, *IDLE)
 
 
 class Bar(NamedTuple):
-    """What a stage did, or waited for, in one interval."""
+    """An interval of a stage: an action, or a wait."""
 
     what: BarKind  # an action; or waiting for a neighbour, an exposed transfer, the weight update
     micro_batch: int | None  # m; None for a bar of no micro-batch, such as the update
@@ -73,7 +73,7 @@ class TimelineView:
 
     @property
     def end_seconds(self) -> float:
-        """Where the time axis has to end: at the end of the step, or of a bar that ends later."""
+        """The end of the time axis: the end of the step, or of a bar that ends later."""
         if self.window:
             return self.stages[-1][-1].end_seconds
         return max([self.step_seconds, *(bars[-1].end_seconds for bars in self.stages if bars)])
@@ -86,8 +86,8 @@ class TimelineView:
 
 
 def last_stages_and_actions(view: TimelineView, stages: int, actions: int) -> TimelineView:
-    """`view` or, of a step with more than MAX_ACTIONS actions, what its last `stages` stages do during `actions`
-    actions of the last stage, about its first backward. The other stages are empty."""
+    """`view` or, for a step with more than MAX_ACTIONS actions, its last `stages` stages during `actions` actions of
+    the last stage, around its first backward. The other stages are empty."""
     timeline = view.timeline
     if sum(map(len, timeline.stages)) <= MAX_ACTIONS:
         return view
@@ -122,13 +122,12 @@ class StepPicture:
 
 
 def idle_share(breakdown: Mapping[str, float]) -> float:
-    """The share of stage-time in which stages did nothing, whatever the cause."""
+    """The fraction of stage-time in which stages did nothing, whatever the cause."""
     return sum(breakdown[name] for name in IDLE)
 
 
 def to_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Shares in percent, rounded to one decimal so that they still sum to 100, and `idle_share`, the sum of the idle
-    ones."""
+    """Shares in percent, rounded to one decimal so that they still sum to 100, and the sum of the idle ones."""
     shown = round_preserving_sum({name: 100 * breakdown[name] for name in SHARES})
     return shown | {"idle": idle_share(shown)}
 

@@ -1,1 +1,1 @@
-"""What `gpipe reproduce` makes of several recipes: a page, and the results in recipes/README.md."""
+"""The output of `gpipe reproduce` for several recipes: a page, and the results in recipes/README.md."""

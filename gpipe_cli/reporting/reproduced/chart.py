@@ -1,7 +1,7 @@
 """Plots of the tables of a reproduction: the paper's numbers and ours over the same axis, as pictures in the page.
 
-A plot shows the values of a table's columns and nothing else. Markers as well as colours tell the origin: the paper's
-are hollow circles on a dashed line, ours are filled.
+A plot shows only the values of a table's columns. Markers as well as colours show the origin: the paper's are hollow
+circles on a dashed line, ours are filled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
 
 
 def draw(charts: Sequence[Chart]) -> Picture:
-    """The plots of a table beside each other, with the same vertical axis if they differ in M only."""
+    """The plots of a table side by side, with the same vertical axis if they differ only in M."""
     figure = new_figure(HEIGHT_INCHES, WIDTH_INCHES * len(charts))
     figure.set_layout_engine("constrained")
     panels = figure.subplots(1, len(charts), sharey=bool(charts[0].unit), squeeze=False)[0]

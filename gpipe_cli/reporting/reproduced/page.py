@@ -1,4 +1,4 @@
-"""report.html: the paper's claims beside our results, for all recipes of a folder, in one self-contained file.
+"""report.html: the paper's claims and our results, for all recipes of a folder, in one self-contained file.
 
 The page has no script. A table at the top, of all claims and the numbers below each, links to a section for each
 recipe, with its tables and their plots, its notes and its commands.
@@ -65,7 +65,7 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
 
 
 def _group(reproduction: Reproduction) -> str:
-    """A claim across the table, with the rows that it lacks at this scale, and below it its numbers."""
+    """A claim across the table, with the rows that it lacks at this scale, and its numbers below."""
     name = escape(reproduction.name)
     without = "".join(f"; <em>{escape(line)}</em>" for label, line in reproduction.notes if label == "left out")
     took = duration(reproduction.seconds).replace(" ", "&nbsp;")

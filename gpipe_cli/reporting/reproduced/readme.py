@@ -14,7 +14,7 @@ _OMITTED_NOTES = ("scale", "our choice")  # labels of notes that only gpipe repr
 
 
 def insert_results(readme: str, reproductions: Sequence[Reproduction]) -> str:
-    """``readme`` with these results in place of the text between its comments BEGIN and END."""
+    """``readme`` with these results instead of the text between its comments BEGIN and END."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{_results(reproductions)}{END}{after}"
@@ -38,8 +38,8 @@ def _results(reproductions: Sequence[Reproduction]) -> str:
 
 
 def _has_section(reproduction: Reproduction) -> bool:
-    """Whether the tables have numbers of the paper in rows for each K, or beside numbers that were not run. The claims
-    say all about a training; tables without numbers of the paper are printed by their own command."""
+    """Whether the tables have numbers of the paper in rows for each K, or next to numbers that were not run. The claims
+    suffice for a training; tables without numbers of the paper are printed by their command."""
     columns = [column for table in reproduction.tables for column in table.columns]
     pipelines = any(column.heading == "K" or column.origin in ("planned", "simulated") for column in columns)
     return pipelines and any(column.origin == "paper" for column in columns)

@@ -1,4 +1,4 @@
-"""How a table bears out the paper: the number that stands for its claim beside ours, and whether all rows agree."""
+"""Whether a table agrees with the paper: the number that stands for its claim, ours, and whether all rows agree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import plural
 
 OUR_ORIGINS = ("measured", "counted", "planned", "simulated")  # the origins of our numbers
-AGREEMENT_TOLERANCE = 0.1  # a number agrees if it differs by no more than this share of the paper's; our choice
+AGREEMENT_TOLERANCE = 0.1  # greatest difference of a number that agrees, as a fraction of the paper's; a heuristic
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Verdict:
 
 
 def judge_columns(table: Table) -> Iterator[Verdict]:
-    """A verdict for each column of the paper's numbers and each origin of ours beside it: numbers that were run are
-    judged apart from those that were not."""
+    """A verdict for each column of the paper's numbers and each origin of ours: numbers that were run are judged
+    separately from those that were not."""
     for paper in (column for column in table.columns if column.origin == "paper"):
         for origin in OUR_ORIGINS:
             ours = [column for column in table.columns if column.origin == origin and column.same_quantity(paper)]
@@ -60,7 +60,7 @@ def _differences(table: Table, ours: Column) -> Column | None:
 
 
 def _relative_error(paper: Column, ours: Column, row: int) -> float | None:
-    """By which share of the paper's number ours differs; for words 0 or infinity. None if the paper's number is 0."""
+    """The difference as a fraction of the paper's number; for words 0 or infinity. None if the paper's number is 0."""
     theirs, value = (column.plain_values[row] for column in (paper, ours))
     try:
         theirs, value = (float(str(cell).split()[0].replace(",", "")) for cell in (theirs, value))

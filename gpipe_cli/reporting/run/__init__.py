@@ -1,1 +1,1 @@
-"""Reports on a run: console, sinks, result.json."""
+"""Reports on a run: console, loggers, result.json."""

@@ -46,9 +46,9 @@ def _banner(run: RunContext, folder: Path) -> Iterable[tuple[str, str]]:
     crop = getattr(getattr(config.dataset, "augmentation", None), "random_resized_crop", None)
     if crop is not None and not run.bench:
         yield "", f"training images are random crops of {100 * crop[0]:g} to {100 * crop[1]:g} % of the area"
-    if run.data.vocabulary is not None:
+    if run.ready.data.vocabulary is not None:
         tokenizer = getattr(config.dataset, "tokenizer", None)
-        yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
+        yield "vocabulary", plural(run.ready.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
     if config.preset is not None:
         given = " ".join(_preset_settings(config)) or "settings that suit this model and data set"
         yield "preset", f"{config.preset}: {given}; yours override it, ~presets removes it"
@@ -63,27 +63,27 @@ def _banner(run: RunContext, folder: Path) -> Iterable[tuple[str, str]]:
         yield "measuring", f"{plural(run.total_steps - run.warm_up_steps, 'step')} after {run.warm_up_steps} of warm-up"
     else:
         training = plural(config.epochs, "epoch")
-        if run.steps_per_epoch is not None:
-            training += f" of {plural(run.steps_per_epoch, 'step')}"
+        if run.ready.steps_per_epoch is not None:
+            training += f" of {plural(run.ready.steps_per_epoch, 'step')}"
             if config.max_steps is not None:
                 training += f", stopping after {plural(run.total_steps, 'step')}"
         yield "training", training
         yield "", f"learning rate {_learning_rate(run)}"
-        if run.steps_per_epoch is not None:
-            yield from _unfinished_curves(run, run.steps_per_epoch)
+        if run.ready.steps_per_epoch is not None:
+            yield from _unfinished_curves(run, run.ready.steps_per_epoch)
         yield "best", f"chosen on the {'test' if config.dataset.validation is None else 'validation'} set"
-    if run.compiled is not None:
-        yield "compiled", _compilation_line(run.compiled)
-    if run.graphs is not None:
-        yield from _cuda_graph_lines(run.graphs)
-    yield from run.notes
+    if run.ready.compiled is not None:
+        yield "compiled", _compilation_line(run.ready.compiled)
+    if run.ready.graphs is not None:
+        yield from _cuda_graph_lines(run.ready.graphs)
+    yield from run.ready.notes
     yield "run folder", str(folder)
     if config.resume is not None:
-        yield "resumed from", f"{config.resume}, {plural(run.first_step, 'step')} done"
+        yield "resumed from", f"{config.resume}, {plural(run.ready.first_step, 'step')} done"
 
 
 def _preset_settings(config: TrainConfig) -> Iterator[str]:
-    """The settings of the preset that hold in this run, as they would be typed."""
+    """The settings of the preset that this run uses, as they would be typed."""
     mine = dict(flatten(asdict(config)))
     for key, value in flatten(load_preset(f"{group_choice(config.model)}_{config.dataset.name}")):
         if key != "preset" and mine.get(key) == value:
@@ -91,23 +91,23 @@ def _preset_settings(config: TrainConfig) -> Iterator[str]:
 
 
 def _learning_rate_at(run: RunContext, step: int) -> str:
-    """The learning rate of step number `step`, counted from 0."""
-    config, epoch_steps = run.config, run.steps_per_epoch or 1
+    """The learning rate of step `step`, counted from 0."""
+    config, epoch_steps = run.config, run.ready.steps_per_epoch or 1
     total = config.epochs * epoch_steps
     return shown_rate(learning_rate(config.learning_rate, step, epoch_steps, config.batch_size, total_steps=total))
 
 
 def _learning_rate(run: RunContext) -> str:
     """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
-    warm_up = 0 if run.steps_per_epoch is None else warm_up_steps(run.config.learning_rate, run.steps_per_epoch)
-    if run.first_step >= warm_up:
-        return _learning_rate_at(run, run.first_step)
-    first = _learning_rate_at(run, run.first_step)
+    warm_up = 0 if (steps := run.ready.steps_per_epoch) is None else warm_up_steps(run.config.learning_rate, steps)
+    first = _learning_rate_at(run, run.ready.first_step)
+    if run.ready.first_step >= warm_up:
+        return first
     return f"{_learning_rate_at(run, warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {first}"
 
 
 def _unfinished_curves(run: RunContext, epoch_steps: int) -> Iterator[tuple[str, str]]:
-    """Lines about curves over the whole training of which this run has only the beginning."""
+    """Lines about curves over the whole training that this run does not finish."""
     config, end = run.config, run.total_steps
     if end < warm_up_steps(config.learning_rate, epoch_steps):
         by_steps = hasattr(config.learning_rate, "warmup_steps")
@@ -133,7 +133,7 @@ def _compilation_line(done: LayersCompiled) -> str:
 
 
 def _cuda_graph_lines(done: GraphsCaptured) -> Iterator[tuple[str, str]]:
-    """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not."""
+    """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not replayed."""
     stages = f"{done.stages} of {plural(done.stages + len(done.causes), 'stage')}"
     yield "graphs", f"{stages} replayed as graphs, recorded in {done.seconds:.1f} s; graphs=false launches each kernel"
     for cause in done.causes:
@@ -142,7 +142,7 @@ def _cuda_graph_lines(done: GraphsCaptured) -> Iterator[tuple[str, str]]:
 
 def _sample_counts(run: RunContext) -> str:
     """`: 412 training and 46 test sequences of 128 tokens`, or `samples of 10 classes`; nothing in a dry run."""
-    data, task = run.data, run.config.task
+    data, task = run.ready.data, run.config.task
     if not data.train_samples:
         return ""
     held_out = "" if data.validation_samples is None else f", {data.validation_samples:,} validation"

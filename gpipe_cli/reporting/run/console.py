@@ -1,9 +1,9 @@
 """The progress of a run: a bar in a terminal and, for a training, one permanent line per epoch.
 
 Outside a terminal, there are no bar and no escape codes; long epochs print a line now and then. Training loss and
-accuracy are means over the elements of the epoch so far, also of its steps before a resume. The loss is the
+accuracy are means over the elements of the epoch so far, including its steps before a resume. The loss is the
 cross-entropy: the minimized loss includes label smoothing and the auxiliary head, and is not comparable with the test
-loss beside it.
+loss in the same line.
 """
 
 import time
@@ -59,11 +59,11 @@ class RunConsole:
         self._bar = progress_bar(self.console, by_steps if run.bench else "epoch {task.fields[epoch]}")
         if self._bar is None:
             return
-        assert run.steps_per_epoch is not None
-        epoch = min(run.first_step // run.steps_per_epoch + 1, run.config.epochs)
+        assert run.ready.steps_per_epoch is not None
+        epoch = min(run.ready.first_step // run.ready.steps_per_epoch + 1, run.config.epochs)
         step_seconds = None if run.prediction is None else run.prediction.step_seconds
         self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}", each=step_seconds)
-        self._show_bar(run.first_step, "waiting", "for the first step", "(slow: it allocates memory)")
+        self._show_bar(run.ready.first_step, "waiting", "for the first step", "(slow: it allocates memory)")
         self._bar.start()
 
     def _show_bar(self, done: int, *state: str) -> bool:
@@ -87,12 +87,12 @@ class RunConsole:
         self._start_epoch(message.epoch)
         self._means = message.epoch_cross_entropy, message.epoch_top1
         self._speed, self._learning_rate = speed, message.learning_rate
-        self._line_waits = message.position == self._run.steps_per_epoch
+        self._line_waits = message.position == self._run.ready.steps_per_epoch
         mean_loss, accuracy = self._format_means()
         state = f"loss {mean_loss}", f"{self._labels.accuracy} {accuracy}", f"{rate(speed)} {self._labels.speed}"
         shown = self._show_bar(message.step, *state, f"lr {learning_rate(message.learning_rate)}")
         if not shown and not self._line_waits and self._line_is_due:
-            self._line(f" {100 * message.position // (self._run.steps_per_epoch or 1)}%")
+            self._line(f" {100 * message.position // (self._run.ready.steps_per_epoch or 1)}%")
 
     def _step_parts(self, message: StepDone, speed: float | None) -> None:
         state = f"{rate(speed)} {self._labels.speed}" if message.step > self._run.warm_up_steps else "warm-up"
@@ -101,7 +101,7 @@ class RunConsole:
             self._last_line = time.monotonic()
 
     def add_evaluation(self, message: Evaluated) -> None:
-        """Shows the line of the epoch, with the scores. Those of a test set that chooses nothing are in the summary."""
+        """Shows the line of the epoch, with the scores; a test set that chooses nothing is in the summary."""
         if message.split == "test" and self._run.config.dataset.validation is not None:
             return
         self._start_epoch(message.epoch)
@@ -171,8 +171,8 @@ class RunConsole:
 
 
 def progress_bar(console: Console, count_format: str) -> Progress | None:
-    """A transient bar, to which the caller adds a task; None outside a terminal. `count_format` is the format of the
-    text left of the bar; the task's field `state` has the phrases right of it, the most important first, and `each` the
+    """A transient bar, to which the caller adds a task; None outside a terminal. `count_format`: the format of the text
+    left of the bar. The task's field `state` has the phrases right of it, the most important first, and `each` the
     seconds of a step, if known."""
     if not console.is_terminal or console.is_dumb_terminal:
         return None
@@ -220,7 +220,7 @@ class _TimeLeft(ProgressColumn):
 
 
 class _State(ProgressColumn):
-    """As many phrases as fit beside the other columns, with room kept for the remaining time."""
+    """As many phrases as fit next to the other columns and the remaining time."""
 
     def __init__(self, console: Console, count_format: str) -> None:
         super().__init__(Column(no_wrap=True))

@@ -1,6 +1,6 @@
-"""What the sinks of a run receive: all curves, texts and pictures are sent from this file.
+"""The curves, texts and pictures that a run's loggers receive: all are sent from this file, in the parent process.
 
-There is one dashboard per run, in the parent process. `step` counts the steps done; accuracies are shares, 0 to 1.
+`step` counts the steps done; accuracies are fractions, 0 to 1.
 """
 
 import html
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# whether a sink is remote -> a killed run loses at most its points of the last so many seconds
+# whether a logger is remote -> a killed run loses at most its points of the last N seconds
 _FLUSH_SECONDS = {False: 1.0, True: 10.0}  # a request each time
 _UPLOADED_FILES = (
     CONFIG_FILE,
@@ -38,12 +38,12 @@ _UPLOADED_FILES = (
     LOG,
     PAGE,
     "failure.txt",
-)  # files of the run folder that sinks keep with a run
+)  # files of the run folder that loggers keep with a run
 
 
 class LoggerGroup:
-    """Turns what happens in a run into curves, texts and pictures for its sinks. If a sink fails, `failed` is called
-    with its name and the error, and the others still receive everything. A dry run has no remote sinks."""
+    """Turns the events of a run into curves, texts and pictures for its loggers. If a logger fails, `failed` is called
+    with its name and the error, and the others still receive everything. A dry run has no remote loggers."""
 
     def __init__(
         self, folder: Path, run: RunContext, result: RunResult, failed: Callable[[str, OSError], None]
@@ -64,16 +64,15 @@ class LoggerGroup:
         })  # fmt: skip
 
     def describe(self, config_yaml: str, banner: str) -> None:
-        """Sends the settings, and the configuration and the banner as texts: the sinks have them even if the run is
-        killed."""
+        """Sends the settings, and the configuration and the banner as texts, so that a killed run also has them."""
         values = hyperparameters(self._run.config)
         self._for_each_logger(lambda logger: logger.settings(values))
         for name, text in (("config", config_yaml), ("banner", banner)):
-            self._text(name, self._run.first_step, text)
+            self._text(name, self._run.ready.first_step, text)
         self.flush()
 
     def end(self, result: RunResult) -> None:
-        """Sends the final results, and ends the sinks."""
+        """Sends the final results, and ends the loggers."""
         values = ((metric, metric.value(result)) for metric in hparam_metrics(result.task))
         points = {
             f"final/{metric.hparam}": value / metric.unit.curve_size for metric, value in values if value is not None
@@ -121,7 +120,7 @@ class LoggerGroup:
         self.flush()
 
     def flush(self, kinds: Collection[bool] = (False, True)) -> None:
-        """Has the sinks that are not remote, and those that are, write what is pending."""
+        """Has the local loggers (False), and the remote ones (True), write what is pending."""
         self._flushed |= dict.fromkeys(kinds, time.monotonic())
         self._for_each_logger(lambda logger: logger.flush() if logger.remote in kinds else None)
 
@@ -133,13 +132,13 @@ class LoggerGroup:
         self._for_each_logger(lambda logger: logger.text(name, step, text, markdown))
 
     def _for_each_logger(self, call: Callable[[RunLogger], None]) -> None:
-        """Calls `call` with every sink, which is opened if need be."""
+        """Calls `call` with every logger, which is opened if needed."""
         for name, kind in list(self._kinds.items()):
             try:
-                if (logger := self._open.get(name)) is None:  # sinks are opened late, as imports take seconds
+                if (logger := self._open.get(name)) is None:  # opened late, as imports take seconds
                     logger = self._open[name] = kind(self._folder, self._run, self._facts)
                 call(logger)
-            except Exception as error:  # whatever the libraries of a sink raise
+            except Exception as error:  # whatever a logger's library raises
                 if kind.remote:
                     del self._kinds[name]
                     error = OSError(f"logger={name}: {describe_error(error)}")

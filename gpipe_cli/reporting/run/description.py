@@ -1,4 +1,4 @@
-"""What is known of a run before its first step: decisions, facts about the data, and the words of its reports.
+"""What is known of a run before its first step: decisions, facts about the data, and the terms of its reports.
 
 As in the paper, runs on images are judged by top-1 (section 4), runs on text by the loss per token (table 5).
 """
@@ -24,9 +24,10 @@ WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose al
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunContext(TrainingReady):
-    """All that is known of a run before its first step: what its workers say, and what was decided."""
+class RunContext:
+    """All that is known of a run before its first step."""
 
+    ready: TrainingReady  # with all notes of the banner
     config: TrainConfig
     plan: "Plan"
     spec: "PipelineSpec"
@@ -36,7 +37,7 @@ class RunContext(TrainingReady):
     restarts: tuple[Restart, ...] = ()  # restarts within this command
     warm_up_steps: int = WARM_UP_STEPS  # first steps, which do not count towards the speed
     simulation: Mapping[str, Any] = field(default_factory=dict)  # planner.simulation_data, for the page
-    next_commands: tuple[tuple[str, str], ...] | None = None  # label, command; None: the summary is not to show any
+    next_commands: tuple[tuple[str, str], ...] | None = None  # label, command; None: the summary shows none
 
     @property
     def model_name(self) -> str:
@@ -49,7 +50,7 @@ class RunContext(TrainingReady):
 
     @property
     def cost_shares(self) -> list[float | None]:
-        """Each partition's share of the model's computation, 0 to 1; None if the model's cost is 0."""
+        """Each partition's fraction of the model's computation, 0 to 1; None if the model's cost is 0."""
         costs = self.spec.cost
         return [cost / sum(costs) if sum(costs) else None for cost in costs]
 
@@ -59,36 +60,36 @@ class RunContext(TrainingReady):
 
     @property
     def ideal_bubble(self) -> float:
-        """(K-1)/(M+K-1) for K devices (section 2.3): a share of their time, 0 to 1."""
+        """(K-1)/(M+K-1) for K devices (section 2.3): a fraction of their time, 0 to 1."""
         return ideal_bubble(len(set(self.spec.layout.device_of_stage)), self.config.micro_batches)
 
     @property
     def prediction(self) -> "Plan | None":
-        """The plan if its times are those of this device; None if they only tell which layers cost more."""
+        """The plan if its times are for this device; None if they are for another and only compare layers."""
         return None if self.plan.costs.cost_source == "other_device" else self.plan
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, including those before it was resumed."""
-        assert self.steps_per_epoch is not None, "a dry run has no steps"
-        steps = self.config.epochs * self.steps_per_epoch
+        assert self.ready.steps_per_epoch is not None, "a dry run has no steps"
+        steps = self.config.epochs * self.ready.steps_per_epoch
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
 
 
 @dataclass(frozen=True)
 class TaskLabels:
-    """The words and columns of a task's reports."""
+    """The terms and columns of a task's reports."""
 
     text: bool  # whether loss, accuracy and speed are per token; otherwise per sample
     sample: str  # an item of the data set
     speed: str  # the unit of the speed in columns and bars
-    accuracy: str  # name of the share of right predictions, in columns and bars
+    accuracy: str  # name of the fraction of right predictions, in columns and bars
     scores: tuple[str, str, str]  # names of the scores on the test set, in columns
     ends: tuple[int, ...]  # positions at which the columns of an epoch's line end
 
 
-def precision_note(precision: str, computes_in: str) -> list[tuple[str, str]]:
-    """A line on the precision of layers, unless it is float32; `computes_in`: from the function of that name."""
+def precision_note(precision: str, effective: str) -> list[tuple[str, str]]:
+    """A line on the precision of layers, unless it is float32; `effective`: from `effective_precision`."""
     parts = {"tf32": "products and convolutions", "bfloat16": "products and convolutions; weights stay float32"}
     if precision not in parts:
         return []
@@ -96,7 +97,7 @@ def precision_note(precision: str, computes_in: str) -> list[tuple[str, str]]:
         "float32": "not supported by this device, which computes in float32",
         "emulated": f"{parts[precision]}; emulated on this device, no faster than float32",
     }
-    return [("precision", f"{precision}: {words.get(computes_in, parts[precision])}")]
+    return [("precision", f"{precision}: {words.get(effective, parts[precision])}")]
 
 
 def dataset_label(dataset: DatasetConfig) -> str:
@@ -106,7 +107,7 @@ def dataset_label(dataset: DatasetConfig) -> str:
 
 
 def task_labels(task: Task) -> TaskLabels:
-    """The words of a task. Lines are at most 75 characters long, so that ` best` still fits into 80 columns."""
+    """The terms of a task. Lines are at most 75 characters long, so that ` best` still fits into 80 columns."""
     if task not in TEXT_TASKS:
         ends = (10, 21, 29, 40, 48, 56, 66, 75)
         return TaskLabels(False, SAMPLE_WORDS[task], "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
@@ -115,14 +116,14 @@ def task_labels(task: Task) -> TaskLabels:
 
 
 def score_fields(task: Task, scores: Scores) -> dict[str, float | None]:
-    """The scores of a test set, under the names that they have in result.json."""
+    """The scores of a test set, by their names in result.json."""
     if task_labels(task).text:
         return {"loss": scores.loss, "perplexity": perplexity(scores.loss), "token_accuracy": scores.top1}
     return {"loss": scores.loss, "top1": scores.top1, "top5": scores.top5}
 
 
 def to_evaluation(task: Task, scores: Scores, step: int = 0, epoch: int = 0) -> Evaluation:
-    """An evaluation as result.json has it."""
+    """An evaluation in the form of result.json."""
     by_name = score_fields(task, scores)
     return Evaluation(step, epoch, averaged=scores.averaged, tokens=scores.tokens, **by_name)
 

@@ -1,4 +1,4 @@
-"""Which steps of a run are drawn, and when: of each epoch the step of median duration, beside the prediction."""
+"""Which steps of a run are drawn, and when: of each epoch the step of median duration, with the prediction."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class StepDrawer:
 
     def __init__(self, run: RunContext, show: Callable[[StepPicture], None]) -> None:
         self._run, self._show = run, show
-        self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to this number
+        self._warmed_up = run.ready.first_step + run.warm_up_steps  # the median leaves out steps up to this number
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
         self._epoch_shown = False  # whether the median step of a whole epoch, or of the whole run, is chosen
         self._next_drawing = 0.0  # no picture is drawn before this time.monotonic()
@@ -40,7 +40,7 @@ class StepDrawer:
         whole = step.samples == (run.config.batch_size or step.samples)  # an epoch's last mini-batch may be short
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         counted = self._median.counted
-        ends = step.position == run.steps_per_epoch and counted > 0
+        ends = step.position == run.ready.steps_per_epoch and counted > 0
         # drawing takes a core for a second, so a measurement is drawn at its end
         if not run.bench and (ends or (counted == _FIRST_DRAWN_AFTER_STEPS and not self._next_drawing)):
             self._choose()
@@ -53,7 +53,7 @@ class StepDrawer:
             self.finish(completed=True)
 
     def finish(self, *, completed: bool) -> None:
-        """Draws what is left of a run that is completed, or of which nothing is drawn yet."""
+        """Draws the chosen step if the run is completed, or nothing of it is drawn yet."""
         if completed or self._next_drawing == 0:
             if not self._epoch_shown:
                 self._choose()
@@ -70,7 +70,7 @@ class StepDrawer:
         return timeline, breakdown(timeline, micro_batches, step.seconds), micro_batches
 
     def _choose(self) -> None:
-        """Chooses the median step so far to be drawn next, beside the prediction."""
+        """Chooses the median step so far to be drawn next, with the prediction."""
         if (chosen := self._median.nearest) is None:
             return
         step, recorded = chosen

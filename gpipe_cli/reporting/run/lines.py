@@ -1,6 +1,6 @@
 """Lines on the console (plain lines, labelled facts, errors), the log of a run, and settings as they are typed.
 
-The words are ASCII, since logs are also read where UTF-8 is missing; there, translated sentences appear as escapes.
+Lines are ASCII, since logs are also read where UTF-8 is missing; there, translated sentences appear as escapes.
 """
 
 import re
@@ -89,7 +89,7 @@ def align(rows: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
 
 
 class _Log:
-    """log.txt in ``folder``. Lines wait until the file CONFIG of a run is there: a refused run leaves no log."""
+    """log.txt in ``folder``. Lines wait until the run's CONFIG_FILE exists: a refused run leaves no log."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,7 +112,7 @@ _LOG: ContextVar[_Log | None] = ContextVar("log", default=None)
 
 @contextmanager
 def log_to_folder(folder: Path | None) -> Iterator[None]:
-    """While active, what is shown is also logged, with the time, for the run in ``folder``; with None, nowhere."""
+    """While active, lines that are shown are also logged, with the time, in the run's ``folder``; None: nowhere."""
     before = _LOG.set(None if folder is None else _Log(folder))
     try:
         yield
@@ -127,8 +127,8 @@ def log(text: str) -> None:
 
 
 def format_resume_command(command: str, folder: Path, targets: Iterable[str | None], key: str = "resume") -> str:
-    """The command that takes the run or the sweep in `folder` by the setting `key`; `targets`: the functions that its
-    runs call, if they do, and that have to be named again."""
+    """The command that takes the run or the sweep in `folder` by the setting `key`; `targets`: the functions, if any,
+    that its runs call, and that have to be named again."""
     again = dict.fromkeys(filter(None, targets))
     return " ".join(
         [f"gpipe {command}", format_override(key, str(folder)), *([format_target_setting(*again)] if again else [])]

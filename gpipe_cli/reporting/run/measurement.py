@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # these modules import torch
 SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "gpipe-cli")
-CONTENDED_SHARE = 0.05  # share of a stage's computing time without a core above which a speed is `measured_contended`
+CONTENDED_SHARE = 0.05  # fraction of a stage's computing time without a core; above, a speed is `measured_contended`
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # tokens, sentences and scores depend on them
 
 
@@ -43,8 +43,8 @@ class StepMedians:
             self._values.setdefault(quantity, array("d")).append(value)
 
     def values_counted(self, quantity: str, last: int = 0) -> Sequence[float]:
-        """The values of the ``last`` steps that count, 0: of all; empty for a quantity that was never added, as
-        tokens/s of images."""
+        """The values of the ``last`` steps that count, 0: of all; empty for a quantity that was never added, such as
+        images' tokens/s."""
         values = self._values.get(quantity, array("d"))
         first = self.warm_up_steps if len(values) > self.warm_up_steps else 0
         return values[max(first, len(values) - last) if last else first :]
@@ -64,7 +64,7 @@ class StepMedians:
 
 
 def classify_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
-    """The kind of a speed; ``without_core``: share of computing time without a core, None before the first step."""
+    """The kind of a speed; ``without_core``: fraction of computing time without a core, None before the first step."""
     if without_core is None:
         return None
     return (
@@ -133,7 +133,7 @@ def describe_hardware(gpu_names: Sequence[str], threads: int) -> dict[str, objec
 
 
 def find_commits(model: ModelConfig) -> dict[str, Commit | None]:
-    """The commits of gpipe and of a user's own model, which has been imported; None if git does not know it."""
+    """The commits of gpipe and of a user's model, which has been imported; None if it is not in a git repository."""
     commits = {"gpipe": commit_of(Path(__file__))}
     if isinstance(model, CustomConfig):
         file = getattr(sys.modules.get(model.target.partition(":")[0]), "__file__", None)

@@ -12,9 +12,9 @@ MAX_KEPT_STEPS = 32  # recordings at most: each may hold thousands of numbers, a
 class MedianStep:
     """The step, among those added, whose duration is nearest to their median.
 
-    All durations are kept, but recordings of all steps only up to KEPT, later of every second, fourth, ... step, so
-    that they spread over the whole time. Steps that do not count (warm-up, a short mini-batch) are used only until the
-    first step that counts, which drops them.
+    All durations are kept, but recordings of all steps only up to MAX_KEPT_STEPS, later of every second, fourth, ...
+    step, so that they spread over the whole time. Steps that do not count (warm-up, a short mini-batch) are used only
+    until the first step that counts, which drops them.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reports what happens in a run to the console, the sinks and result.json, in the parent process.
+"""Reports the events of a run to the console, the loggers and result.json, in the parent process.
 
 ``step`` counts the optimizer steps done; epochs count from 1.
 """
@@ -63,7 +63,7 @@ SPEED_WINDOW_STEPS = 20  # a displayed speed is the median over this many steps
 
 class Reporter:
     """Reports a run into ``folder``, which is created if missing. Until the workers are ready, nothing is shown or
-    written; `describe` then says what is known of the run.
+    written; `describe` then gives the run's context.
 
     ``result.json`` is written at the start (status ``running``) and after every evaluation, so that a killed run leaves
     its results so far. Call ``finish`` last, and once.
@@ -91,7 +91,7 @@ class Reporter:
         self._drawer = StepDrawer(run, self.timeline)
         self._pictures: list[StepPicture] = []
         self._console = RunConsole(self._shown or Console(), run)
-        self._unwritten_before: set[tuple[str, int | None]] = set()  # optional outputs, and the numbers of their errors
+        self._unwritten_before: set[tuple[str, int | None]] = set()  # optional outputs, and the errno of their errors
         result = self._measured()
         write_run(folder, result)
         self._loggers = LoggerGroup(folder, run, result, self._warn_unwritten)
@@ -143,7 +143,7 @@ class Reporter:
         quantities = {
             "step_seconds": message.seconds,
             "samples_per_second": message.samples / message.seconds,
-            "without_core": max(message.without_core),  # the stage that was worst off
+            "without_core": max(message.without_core),  # of the stage that was most affected
         }
         if message.tokens is not None:
             quantities["tokens_per_second"] = message.tokens / message.seconds
@@ -155,7 +155,7 @@ class Reporter:
         self._loggers.step(message)
         speed = "tokens_per_second" if self._result.text else "samples_per_second"
         self._console.step(message, self._medians.median(speed, last=SPEED_WINDOW_STEPS))
-        if message.step - run.first_step >= COMPARED_STEPS:
+        if message.step - run.ready.first_step >= COMPARED_STEPS:
             self._compare()
 
     def _change(self, **changes: Any) -> None:
@@ -167,7 +167,7 @@ class Reporter:
         self._loggers.add_breakdown(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
-        """Shows a step in place of an earlier step of its epoch, and sends the parts of the memory to the sinks."""
+        """Shows a step instead of an earlier step of its epoch, and sends the parts of the memory to the loggers."""
         from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
@@ -189,7 +189,7 @@ class Reporter:
             self._folder / PAGE, title, self._run.simulation, self._pictures, run=str(self._folder),
             commands=[start.command for start in self._result.starts],
             contended=share if kind == "measured_contended" else None,
-            launched=self._run.graphs.causes if self._run.graphs else (),
+            launched=self._run.ready.graphs.causes if self._run.ready.graphs else (),
         )  # fmt: skip
 
     def _evaluated(self, message: Evaluated) -> None:
@@ -205,7 +205,7 @@ class Reporter:
 
     @contextmanager
     def _optional_output(self, output: str) -> Iterator[None]:
-        """Context for writing optional output: an OSError is shown as a warning, not raised."""
+        """For code that writes optional output: shows an OSError as a warning."""
         try:
             yield
         except OSError as error:
@@ -263,23 +263,23 @@ class Reporter:
                 self._write_page()
         self._loggers.end(result)
         self._console.stop()
-        if result.steps - self._run.first_step > self._run.warm_up_steps:
+        if result.steps - self._run.ready.first_step > self._run.warm_up_steps:
             self._compare()
         show_summary(self._console.console, self._run, result, self._folder, *self._resume_hint())
         if unwritten is not None:
             raise unwritten
 
     def _resume_hint(self) -> tuple[str, str | None]:
-        """Where the checkpoint to resume from is, in words; and the command that goes on, None if there is none."""
+        """Where the checkpoint to resume from is, in words; and the command that resumes it, None if there is none."""
         if not self._folder.is_dir():
             return RUN_FOLDER_MISSING, None
         # an interrupted run may have ended before the message of a checkpoint that is on disk
-        steps = [step for path in list_checkpoints(self._folder) if (step := step_of(path)) > self._run.first_step]
+        steps = [step for step in map(step_of, list_checkpoints(self._folder)) if step > self._run.ready.first_step]
         if written := max([self._checkpoint, *steps]):
             done = written == self._run.total_steps
             command = None if done else format_resume_command("train", self._folder, [target_of(self._run.config)])
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", command
-        if (source := self._run.config.resume) is not None:  # it may be complete, but for the command's settings
+        if (source := self._run.config.resume) is not None:  # it may be complete, except for the command's settings
             start = self._run.start
             return f"none of this run; the one in {source} remains", None if start is None else start.command
         return "none was written, so there is nothing to resume", None
@@ -293,7 +293,7 @@ class Reporter:
         console = self._console.console
         kind = result.samples_per_second_kind
         print_fields(console, compare_with_prediction(result))
-        if kind is not None and kind != "measured":  # the prediction is not of such a speed
+        if kind is not None and kind != "measured":  # the prediction is for stages that share nothing
             print_fields(console, [("", describe_speed_kind(kind, result.without_core))])
 
     @property
@@ -313,14 +313,14 @@ class Reporter:
         kind, without_core = self._speed_kind
         return replace(
             result,
-            epochs=result.steps // (run.steps_per_epoch or 1),
+            epochs=result.steps // (run.ready.steps_per_epoch or 1),
             seconds=time.monotonic() - self._begin,
             samples_per_second=speeds[0],
             samples_per_second_quartiles=quartiles("samples_per_second"),
             samples_per_second_kind=kind,
             without_core=without_core,
             step_seconds=median("step_seconds"),
-            speed_includes_warm_up=0 < result.steps - run.first_step <= run.warm_up_steps,
+            speed_includes_warm_up=0 < result.steps - run.ready.first_step <= run.warm_up_steps,
             speed_steps=len(self._medians.values_counted("step_seconds")),
             model_flops_per_second=flops,
             mfu=None if flops is None or peak is None else flops / peak,  # PaLM's definition
@@ -352,7 +352,7 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         model=run.model_name,
         dataset=config.dataset.name,
         model_parameters=sum(spec.parameters),
-        steps=run.first_step,
+        steps=run.ready.first_step,
         warm_up_steps=run.warm_up_steps,
         model_flops=run.flops.step,
         peak_flops_per_second=run.flops.peak_per_second,
@@ -365,18 +365,18 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         prediction=prediction,
         partitions=tuple(map(Partition, spec.layout.rank_of_stage, spec.layout.devices, spec.layer_names,
                              spec.parameters, run.cost_shares)),
-        compiled=None if run.compiled is None else asdict(run.compiled),
-        graphs=None if run.graphs is None else asdict(run.graphs),
+        compiled=None if run.ready.compiled is None else asdict(run.ready.compiled),
+        graphs=None if run.ready.graphs is None else asdict(run.ready.graphs),
         resumed_from=config.resume,
         starts=_all_starts(folder, run),
         restarts=run.restarts,
         versions=measurement.read_versions(config.text),
-        hardware=measurement.describe_hardware(run.gpu_names, spec.layout.threads),
+        hardware=measurement.describe_hardware(run.ready.gpu_names, spec.layout.threads),
         config=asdict(config),
-        unigram_perplexity=run.data.unigram_perplexity,
+        unigram_perplexity=run.ready.data.unigram_perplexity,
         global_batch_tokens=config.batch_tokens,
     )  # fmt: skip
-    return _with_evaluations(result, config, run.test, run.best)
+    return _with_evaluations(result, config, run.ready.test, run.ready.best)
 
 
 def _all_starts(folder: Path, run: RunContext) -> tuple[Start, ...]:
@@ -385,7 +385,8 @@ def _all_starts(folder: Path, run: RunContext) -> tuple[Start, ...]:
     earlier = next((result.starts for result in results if result is not None), ())
     if run.start is None or (earlier and earlier[-1].started == run.start.started):
         return earlier  # they include this start if it was recorded before a restart
-    return (*earlier, replace(run.start, first_step=run.first_step, code=measurement.find_commits(run.config.model)))
+    commits = measurement.find_commits(run.config.model)
+    return (*earlier, replace(run.start, first_step=run.ready.first_step, code=commits))
 
 
 def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> str:
@@ -405,7 +406,7 @@ def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> st
 def _with_evaluations(
     result: RunResult, config: TrainConfig, last: EvalRecord | None, best: EvalRecord | None
 ) -> RunResult:
-    """`result` with the evaluations that a checkpoint holds, if any, in place of its own."""
+    """`result` with the evaluations of a checkpoint, if any, instead of its own."""
     last_test, best_test = (_to_evaluation(config.task, test) for test in (last, best))
     if config.dataset.validation is not None:
         return replace(result, validation=best_test or result.validation)

@@ -1,4 +1,4 @@
-"""Where the time of a step went, measured beside predicted: the paper's overhead breakdown (NeurIPS section 3.1)."""
+"""Where the time of a step went, measured and predicted: the paper's overhead breakdown (NeurIPS section 3.1)."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ def share_label(name: str) -> str:
 
 
 def compare_with_prediction(result: RunResult) -> Iterable[tuple[str, str]]:
-    """Labelled lines: predicted against measured step and, if they were counted, the saved activations of a
+    """Labelled lines: predicted and measured step and, if they were counted, the saved activations of a
     mini-batch."""
     prediction, seconds = result.prediction, result.step_seconds
     assert prediction is not None

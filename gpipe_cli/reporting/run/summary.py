@@ -30,8 +30,8 @@ MAX_PAIRS = 3  # language pairs with the best, and with the worst scores, that t
 def show_summary(
     console: Console, run: RunContext, result: RunResult, folder: Path, checkpoint: str, resume_command: str | None
 ) -> None:
-    """Shows the outcome of a training or a measurement. Of a training that was stopped, `checkpoint`: where its last
-    checkpoint is; `resume_command`: the command that resumes it, None if there is nothing to do."""
+    """Shows the outcome of a training or a measurement. `checkpoint`: where the last checkpoint of a stopped training
+    is; `resume_command`: the command that resumes it, None if there is nothing to do."""
     status, bench = result.status, result.command == "bench"
     line, colour = describe_outcome(result)
     if status != "dry_run":  # a dry run has only the banner above, which ends with an empty line
@@ -87,7 +87,7 @@ def describe_outcome(result: RunResult) -> tuple[str, str]:
 
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
-    """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as is. Raises OSError."""
+    """Shows an evaluation and writes evaluate.json next to the run's result.json, which stays. Raises OSError."""
     labels = task_labels(task)
     translation = message.translation
     tested = to_evaluation(task, message.scores)
@@ -129,7 +129,7 @@ def format_scores(task: Task, test: Evaluation, unigram_perplexity: float | None
 
 
 def translation_fields(translation: TranslationScores) -> Iterable[tuple[str, str]]:
-    """Labelled lines: scores beside those of copying the source, which are high if the languages share names."""
+    """Labelled lines: scores, also for copying the source, which are high if the languages share names."""
     sentences = f"{translation.sentences:,} of {plural(translation.of, 'sentence')}"
     yield "BLEU", f"{translation.bleu:.1f} (copying the source: {translation.bleu_copy:.1f})"
     yield "chrF", f"{translation.chrf:.1f} (copying the source: {translation.chrf_copy:.1f})"
@@ -193,7 +193,7 @@ def _at_step(test: Evaluation) -> str:
 
 
 def describe_speed_kind(kind: str, without_core: float | None = None) -> str:
-    """Whether a speed is that of a pipeline, in words; ``kind``: a SpeedKind; ``without_core``: a share, 0 to 1."""
+    """Whether a speed is a pipeline's, in words; ``kind``: a SpeedKind; ``without_core``: a fraction, 0 to 1."""
     match kind:
         case "measured_one_device":
             return f"{kind}: stages shared a device or cores"
@@ -205,7 +205,7 @@ def describe_speed_kind(kind: str, without_core: float | None = None) -> str:
 
 def results_depend_on_threads(results: Iterable[RunResult]) -> str:
     """A clause, if trainings of the same work on CPUs had different numbers of threads, which split sums in different
-    places: first the last bits differ, and after some steps the scores; "" otherwise."""
+    places, so that the last bits differ at first, and the scores after some steps; "" otherwise."""
     trained = [run for run in results if run.command == "train" and run.steps]
     on_cpu = [run for run in trained if {stage.device for stage in run.partitions} == {"cpu"}]
     work = [(run.model, run.dataset, run.global_batch) for run in on_cpu]

@@ -1,1 +1,1 @@
-"""The site that teaches pipelining: a front page that explains it, and leads to the page of a plan."""
+"""The site that teaches pipelining: a front page that explains it, with a link to the page of a plan."""

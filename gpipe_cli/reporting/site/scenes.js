@@ -1,5 +1,5 @@
-// The front page: the scenes of its text, drawn as one scrolls. The steps are simulated by the explorer's own engine, and
-// drawn by its own lanes.
+// The front page: the scenes of its text, drawn as one scrolls. The steps are simulated by the explorer's engine, and
+// drawn by its lanes.
 const data = JSON.parse(field("data").textContent);
 const LAYERS = 8, FORWARD = 4, BACKWARD = 8; // seconds of the whole mini-batch, all layers
 const START = 0.03, UPDATE = 0.1; // seconds: of each action, sending included, and of all weights
@@ -67,7 +67,7 @@ function showBeat(beat) {
   layOut();
 }
 
-// What the lanes ask of a page: here the play head is where the picture ends.
+// Called by the lanes: draws the play head at the end of the picture.
 function placePointed() {
   const x = xOf(revealed * view.seconds), end = view.width - RIGHT;
   layers.plot.setAttribute("width", Math.max(0, Math.min(x, end) - view.left));
@@ -75,18 +75,18 @@ function placePointed() {
   if (revealed < 1) make("path", {class: "head", d: `M${x} ${AXIS - 6}V${view.height - AXIS + 4}`}, layers.head);
 }
 
-// Where in the window a beat begins to move: on a phone the picture covers its upper half.
+// The height in the window at which a beat begins to move: on a phone the picture covers the upper half.
 function beginsAt() {
   return view.width < innerWidth * 0.7 ? WAIT : 0.85;
 }
 
-// How far one scrolls while a beat is drawn: on a phone until its heading is below the picture.
+// The scrolling distance over which a beat is drawn: on a phone until its heading is below the picture.
 function way(height) {
   if (beginsAt() === WAIT) return Math.min(height * 0.75, innerHeight * 0.5);
   return Math.max(60, innerHeight * beginsAt() - field("stage").offsetHeight);
 }
 
-// The beat that one reads, and how much of its picture has been drawn.
+// The beat that is being read, and the fraction of its picture that is drawn.
 function follow() {
   const line = innerHeight * beginsAt(), top = beat => beat.getBoundingClientRect().top;
   const beat = beats.findLast(one => top(one) < line + 1) ?? beats[0];
@@ -105,7 +105,7 @@ function requestFollow() {
   });
 }
 
-// ---- keys: to the next beat or back, so that it moves as if one scrolled ----
+// ---- keys: scroll to the next beat or back ----
 
 function goTo(beat) {
   const begin = scrollY, {top, height} = beat.getBoundingClientRect();
@@ -178,7 +178,7 @@ function drawFirst(since = performance.now()) {
   if (opening < 1) requestAnimationFrame(() => drawFirst(since));
 }
 
-// What the letters and the pattern mean.
+// The legend of letters and patterns.
 function showKey() {
   const entry = (mark, text) => {
     const node = field("key").appendChild(document.createElement("span"));

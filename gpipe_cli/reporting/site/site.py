@@ -1,4 +1,4 @@
-"""The front page of the site of `gpipe site`: GPipe in scenes, and the way to the explorer. It loads nothing."""
+"""The front page of the site of `gpipe site`: GPipe in scenes, and a link to the explorer. It loads nothing."""
 
 from html import escape
 from pathlib import Path
@@ -12,7 +12,7 @@ _STYLES = ("../style.css", "lanes.css", "../site/front.css")
 
 
 def write_front(folder: Path, title: str, command: str) -> None:
-    """Write the front page into `folder`, beside the page of the plan `title`. Raises OSError."""
+    """Write the front page into `folder`, next to the page of the plan `title`. Raises OSError."""
     page = fill_template(
         "../site/front.html", data=to_script_json({**shared_data(), "skips": []}), explorer=PAGE, title=escape(title),
         command=escape(command), css="".join(map(read_part, _STYLES)), script="\n".join(map(read_part, _SCRIPTS)),

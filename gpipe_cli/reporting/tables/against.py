@@ -1,4 +1,4 @@
-"""The report of `gpipe check against=torch`: for each schedule of another program whether its gradients are ours, and
+"""The report of `gpipe check against=torch`: for each schedule of another program whether its gradients equal ours, and
 both programs' speed and memory."""
 
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule of another program, and ours beside it."""
+    """A schedule of another program, and ours to compare."""
 
     program: str
     schedule: str
     verdict: Verdict
-    ours: str  # the schedule of ours whose speed and memory stand beside it
+    ours: str  # our schedule, whose speed and memory are compared
     measured: Measurement | None
     ours_measured: Measurement | None
-    layer: str | None = None  # the first layer that differs, in the order of the backward; else the layer furthest away
+    layer: str | None = None  # the first layer that differs, in the backward's order; otherwise the furthest away
     units: float | None = None  # its distance from ours, in units of `UNIT_NOTE`
-    share: float | None = None  # its distance from ours as a share of our gradient's norm
+    share: float | None = None  # its distance from ours as a fraction of our gradient's norm
     text: str = ""  # why it fails or is left out
 
     @property
@@ -73,7 +73,7 @@ class AgainstReport:
 
     @property
     def verdict(self) -> str:
-        """The conclusion, which is the last line of the report."""
+        """The conclusion, the last line of the report."""
         bad = [row for row in self.rows if row.verdict == "differs"]
         if bad:
             first = bad[0]

@@ -32,7 +32,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """The conclusion, which is the last line of the report."""
+        """The conclusion, the last line of the report."""
         word = "differs" if any(row.verdict == "differs" for row in self.rows) else "fails"
         compared = [row for row in self.rows if row.verdict not in ("reference", "left out")]
         bad = [row for row in compared if row.bad]
@@ -87,7 +87,7 @@ def write_and_show(
 
 
 def _merge_rows(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Merges rows with equal results where they form a whole group, else by number of partitions, else not at all."""
+    """Merges rows with equal results if they form a whole group, otherwise by number of partitions, if at all."""
     for group in _group_rows(
         rows, lambda row: (row.variant.schedule, row.variant.executor == "pytorch", *_outcome_key(row))
     ):
@@ -106,7 +106,7 @@ def _group_rows(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -
 
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether a group has all rows of its kinds but references, which have their own lines."""
+    """Whether a group has all rows of its kinds except references, which have separate lines."""
     excluded = {"reference", "within tolerance"} - {group[0].verdict}
     return len(group) == sum(row.verdict not in excluded for row in _rows_of_same_kinds(group, rows))
 

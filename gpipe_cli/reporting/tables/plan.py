@@ -37,7 +37,7 @@ from gpipe_cli.units import (
 
 MAX_ROWS = 40  # a table with more rows shows only the first and the last rows
 MAX_SKIPS = 3  # further skips are only counted
-GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
+GRID_LINES = 34  # the most lines of a grid on the console: two blocks of sixteen stages
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SweptPlan:
     plan: Plan | None
 
     def tree(self) -> dict[str, Any]:
-        """The entries of the plan as in plan.json, together with the settings and the error."""
+        """The entries of the plan as in plan.json, with the settings and the error."""
         return {"settings": self.settings, "error": self.error} | (self.plan.tree() if self.plan else {})
 
 
@@ -82,7 +82,7 @@ def stage_table(plan: Plan) -> Table:
 
 
 def plan_table(plans: Sequence[SweptPlan]) -> Table:
-    """A row for each plan of a sweep, with the settings that vary, and the error if there is no plan."""
+    """A row for each plan of a sweep, with the settings that vary, or the error."""
     varied = [key for key in plans[0].settings if key not in SYMBOLS]
 
     def column(key: str, heading: str, form: Callable[[Any], str], value_of: Callable[[Plan], Any]) -> Column:

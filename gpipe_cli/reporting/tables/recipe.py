@@ -24,8 +24,8 @@ class Reproduction:
     title: str
     claim: str  # the paper's claim in our own words
     source: str
-    needs: str  # devices and data needed at the paper's scale
-    scale: str  # paper, desk, smoke
+    needs: str  # devices and data for the paper's scale
+    scale: str  # paper, small, smoke
     machine: str
     tables: tuple[Table, ...]
     notes: tuple[tuple[str, str], ...]  # label, line: what was scaled down, simulated, chosen by us, found

@@ -38,7 +38,7 @@ _MEASURED = (
     "model_flops_per_second",
 )  # fmt: skip
 AUTO = "auto"  # the value of a setting that gpipe chooses
-NOT_RETRYABLE = ("impossible", "out_of_memory")  # final, like a measurement: another round would end in the same way
+NOT_RETRYABLE = ("impossible", "out_of_memory")  # another round would end in the same way
 _ENDS = {0: "measured", BAD_INPUT: "impossible", -9: "out_of_memory", INTERRUPTED: "interrupted"}  # exit code -> status
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|not enough memory|MemoryError|std::bad_alloc"
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def refused(self) -> bool:
-        """Whether its settings are impossible together, as gpipe bench calls it; the run did not begin."""
+        """Whether its settings are impossible together; the run did not begin."""
         return self.exit_code == BAD_INPUT and self.result is None
 
     @property
@@ -95,7 +95,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
         for key, values in cuts.items()
         if any(value is not None for value in values)
     ]
-    # K and M have columns of their own, which suffice if nothing else differs
+    # K and M have columns, which suffice if nothing else differs
     if any(
         not run.settings or any(key not in cuts or cuts[key][at] != value for key, value in run.settings.items())
         for at, run in enumerate(runs)
@@ -131,7 +131,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
 
 
 def _cut_value(run: Run, key: str) -> Any:
-    """K or M of a run: the resolved value, or without a result the requested one; None if none was requested."""
+    """K or M of a run: the resolved value, or without a result the requested value; None if none was requested."""
     resolved = run.result.config.get(key) if run.result else None
     return run.settings.get(key) if resolved is None else resolved
 
@@ -141,7 +141,7 @@ def _format_cell(value: Any) -> str:
 
 
 def show_remaining(planned: int, runs: Sequence[Run], resume_command: str) -> None:
-    """Says how many runs of a sweep are left, and which command continues it; nothing if all have succeeded."""
+    """Shows how many runs of a sweep are left, and the command that resumes it; nothing if all have succeeded."""
     left = planned - len(runs)
     if left > 0 or any(run.failed for run in runs):
         rest = f"{left} of {planned} not run; " if left > 0 else ""
@@ -155,7 +155,7 @@ def bench_status(run: Run) -> str:
 
 def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -> BenchTable:
     """The content of bench.json for the runs so far; runs with the same number are the rounds of one cell. `baseline`:
-    the number of that whose speed is 1 for the others; None: the first that was measured."""
+    the number of the cell whose speed is 1 for the others; None: the first that was measured."""
     cells = [list(cell) for _, cell in groupby(sorted(runs, key=attrgetter("number")), attrgetter("number"))]
     measured = [[run for run in cell if run.result and bench_status(run) == "measured"] for cell in cells]
     numbers = [cell[0].number for cell in cells]
@@ -201,7 +201,7 @@ def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
 
 
 def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], resolved: dict[str, Any]) -> BenchRow:
-    """The row of a cell, from one run per round: medians over those `measured`; `first`: those of the baseline."""
+    """The row of a cell, from one run per round: medians over the `measured` runs; `first`: the baseline's runs."""
     statuses = {bench_status(run): run for run in reversed(cell)}
     order = ("failed", "out_of_memory", "impossible", "measured", "interrupted")
     status = next(status for status in order if status in statuses)
@@ -301,12 +301,12 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column]:
-    """The columns that name a row, varied settings and status, then those of measured values."""
+    """The columns that name a row, varied settings and status, then the measured values."""
 
     def asked(row: BenchRow, key: str) -> str:
         """`4`; of an automatic setting, also the value chosen: `auto: 4`."""
-        value, select_metrics = row.settings.get(key), row.resolved.get(key, AUTO)
-        return f"{value}: {format_value(select_metrics)}" if value == AUTO != select_metrics else format_value(value)
+        value, chosen = row.settings.get(key), row.resolved.get(key, AUTO)
+        return f"{value}: {format_value(chosen)}" if value == AUTO != chosen else format_value(value)
 
     def words(heading: str, cells: Sequence[str]) -> Column:
         return Column(heading, cells=cells, number=all(cell == "-" or cell[:1].isdigit() for cell in cells))
@@ -337,13 +337,13 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
     yield from map(number, select_metrics(*_MEASURED))
     if any(row.mfu is not None for row in rows):
         yield number(METRICS["mfu"])
-    for key in _SHORT:  # differs though the table does not vary it
+    for key in _SHORT:  # differs although the table does not vary it
         if key not in varies and any(key in row.resolved for row in rows):
             yield words(key, [format_value(row.resolved.get(key, "-")) for row in rows])
 
 
 def _naming_settings(varies: Sequence[str]) -> list[str]:
-    """The settings that have columns: always K and M, so that a table can be read on its own."""
+    """The settings that have columns: always K and M, so that a table explains itself."""
     return [*SYMBOLS, *(key for key in varies if key not in SYMBOLS)]
 
 

@@ -33,7 +33,7 @@ class Column:
     """A heading and a cell for each row."""
 
     heading: str  # may contain line breaks
-    origin: Origin = ""  # the source of the numbers; "" for columns that name a row or have no source of their own
+    origin: Origin = ""  # the source of the numbers; "" for columns that name a row or have no source
     cells: Sequence[str] = ()  # text for people; `-` where there is no value
     number: bool = False  # right-aligned and never broken, like columns with an origin; texts are left-aligned
     key: str = ""  # the name in JSON and CSV; "": the heading
@@ -54,7 +54,7 @@ class Column:
     def of_measure(
         cls, metric: Metric, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
     ) -> Self:
-        """A column of a measure. The heading has a unit, chosen for all of ``alike``; None: each cell has its own."""
+        """A column of a measure. The heading has a unit, chosen for all of ``alike``; None: each cell has a unit."""
         if alike is None:
             return cls.of(metric.key, metric.heading, values, metric.unit.full, printed=printed)
         unit, bare = metric.unit.scale(alike)
@@ -67,7 +67,7 @@ class Column:
 
     @property
     def origin_line(self) -> str:
-        """The origin, or "" if the heading says it, as `planned - paper` does."""
+        """The origin, or "" if the heading contains it, like `planned - paper`."""
         return "" if self.origin == self.heading or " - " in self.heading else self.origin
 
     def same_quantity(self, other: "Column") -> bool:
@@ -111,7 +111,7 @@ class Table:
 def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "", piped: int | None = None) -> None:
     """Print a table in lines that fit the terminal, broken between words only.
 
-    A narrow terminal gets the columns that name the rows and, from the left, the others that fit; a line below says
+    A narrow terminal gets the columns that name the rows and, from the left, the others that fit; a line below tells
     where all are: `elsewhere`, such as `format=csv`. If that is empty, no column is left out. A pipe or a file gets
     every column, and one line per row, as with ps and kubectl, for grep and awk; of at most `piped` characters.
     """
@@ -262,7 +262,7 @@ def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]
 
 
 def _min_width(column: Column) -> int:
-    """The least width of a column: that of its longest number, or of the longest word of its heading or texts."""
+    """The least width of a column: the longest number, or the longest word of its heading or texts."""
     words = [*column.heading.split(), column.origin_line]
     words += column.cells if column.is_right_aligned else [word for cell in column.cells for word in cell.split()]
     return max(map(cell_len, words))

@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,9 +25,7 @@ from gpipe_cli.training.checkpoint.restore import collect_stage_state
 from gpipe_cli.training.engine import Engine, WorkerProcess
 
 _POLL_SECONDS = 0.1  # interval at which process 0 looks for the parts of other processes
-_VISIBILITY_TIMEOUT_SECONDS = (
-    10.0  # time in which parts that are written must become visible to process 0 on a shared disk
-)
+_VISIBILITY_TIMEOUT_SECONDS = 10.0  # on a shared disk: how soon process 0 must see the parts that others have written
 _FINAL_WAIT_SECONDS = 5.0  # how long a failed process waits for the checkpoint that is being written
 _REPORT_AFTER_SECONDS = 0.5  # shorter waits are not reported
 _ALIGNMENT_BYTES = 64  # each copy begins at a multiple of these
@@ -42,8 +41,8 @@ class Snapshot:
 
     @torch.no_grad()
     def copy_to_host(self, tensors: State) -> tuple[State, Callable[[], None]]:
-        """Contiguous copies, and a function that waits until they have arrived from the GPUs. The tensors may change at
-        once, as a GPU copies before its next computation. The copies of the previous call are overwritten.
+        """Contiguous copies, and a function that waits until they have arrived from the GPUs. The tensors may change
+        immediately, as a GPU copies before its next computation. The copies of the previous call are overwritten.
 
         Copies from a GPU are page-locked, or the host would wait for the GPU.
         """
@@ -68,7 +67,7 @@ class Snapshot:
 
 
 def _allocate_host_copies(tensors: State) -> State:
-    """Contiguous host tensors like these, of undefined values; page-locked, in few blocks, for those of a GPU."""
+    """Contiguous host tensors like these, of undefined values; for a GPU's tensors page-locked, in few blocks."""
     on_gpu = {name: tensor for name, tensor in tensors.items() if is_accelerator(tensor.device)}
     on_host = {name: tensor for name, tensor in tensors.items() if name not in on_gpu}
     made = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in on_host.items()}
@@ -83,9 +82,9 @@ def _allocate_host_copies(tensors: State) -> State:
 def pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """The sizes of blocks that hold pieces of these `sizes` in bytes, and the block and the offset of each piece.
 
-    torch rounds page-locked memory up to a power of two: if each piece had its own memory, up to half of it would be
-    unused. So blocks are powers of two: each as large as what is left, rounded down, and filled with the largest
-    pieces first.
+    torch rounds page-locked memory up to a power of two: with an allocation per piece, up to half of it would be
+    unused. So blocks are powers of two: each as large as what remains, rounded down, and filled with the largest pieces
+    first.
     """
     left = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
     blocks, used = list[int](), list[int]()
@@ -93,7 +92,7 @@ def pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, i
     total = sum(left)
     for piece in sorted(range(len(sizes)), key=lambda piece: -left[piece]):
         size = left[piece]
-        block = next((at for at, fill_template in enumerate(used) if fill_template + size <= blocks[at]), len(blocks))
+        block = next((at for at, filled in enumerate(used) if filled + size <= blocks[at]), len(blocks))
         if block == len(blocks):
             whole = 1 << max((size - 1).bit_length(), total.bit_length() - 1) if size else 0
             blocks.append(whole)
@@ -106,7 +105,12 @@ def pack_into_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, i
 
 @dataclass
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time; every process calls the same methods after the same steps."""
+    """Writes the checkpoints of a run, one at a time; every process calls the same methods after the same steps.
+
+    It is `idle`; `writing`, while the processes write their parts; or `completing`, once all processes except process 0
+    are known to be done, until process 0 has completed the checkpoint. Only `start` and `poll` change the state, which
+    is the same in all processes.
+    """
 
     engine: Engine
     folder: Path  # the run's folder
@@ -120,55 +124,38 @@ class CheckpointWriter:
         self.keep = self.engine.config.checkpoint.keep
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
-        self._written: files.Progress | None = None  # progress at the checkpoint that is being written
-        # The job that writes this process's part of the checkpoint, and this process's last job: in process 0 that
-        # which completes the checkpoint, else the same. A job's result is None, or why it failed.
-        self._writing: Future[str | None]
-        self._work: Future[str | None]
+        self.state: Literal["idle", "writing", "completing"] = "idle"
+        self._completing_since: float | None = None  # `time.monotonic()` when the state became `completing`
+        self._progress = self.last  # progress at the checkpoint that is being written
+        # The job that writes this process's part, and in process 0 the job that completes the checkpoint, elsewhere the
+        # same as the first. A job's result is None, or why it failed.
+        self._part: Future[str | None]
+        self._completion: Future[str | None]
         self._write_failed = threading.Event()  # set once a process has failed to write
-        self._all_parts_written_at: float | None = (
-            None  # `time.monotonic()` when all other processes were seen to be done
-        )
-
-    def after_step(self, progress: files.Progress, *, save: bool) -> files.Progress:
-        """Begin a checkpoint if `save`, once the previous one is complete. Returns `progress`, with the best step of
-        the last complete checkpoint if the checkpoint of a newer best step could not be written.
-
-        Raises CheckpointError if the run's folder is gone. Any other failure to write is only reported.
-        """
-        if self._written is not None:
-            self._poll(last=False)
-        if save:
-            self._wait_until_written(progress.step, last=False)
-        if self._written is None and progress.best_step != progress.step:
-            last = self.last
-            progress = replace(progress, best_score=last.best_score, best_step=last.best_step, best=last.best)
-        if save:
-            self._start_checkpoint(progress)
-        return progress
 
     def close(self, step: int) -> None:
         """After the last step: wait for the last checkpoint. Raises CheckpointError if it cannot be written."""
-        self._wait_until_written(step, last=True)
+        self.wait_until_idle(step, last=True)
         self._thread.shutdown()
 
     def drain(self) -> None:
         """In a process that has failed: wait a few seconds for the checkpoint that is being written."""
-        if self._written is None:
+        if self.state == "idle":
             return
         with self.control.blocked_on(BlockedOn.LAST_CHECKPOINT):
-            wait([self._work], _FINAL_WAIT_SECONDS)
-        if self.control.is_rank_zero and self._work.done() and self._work.result() is None:
-            self.process.report(events.CheckpointWritten(self._written.step))
+            wait([self._completion], _FINAL_WAIT_SECONDS)
+        if self.control.is_rank_zero and self._completion.done() and self._completion.result() is None:
+            self.process.report(events.CheckpointWritten(self._progress.step))
 
-    def _start_checkpoint(self, progress: files.Progress) -> None:
+    def start(self, progress: files.Progress) -> None:
+        """Copy the state of the stages, and begin to write it. No other checkpoint may be in progress."""
         spec = self.engine.spec
         writes = spec.layout.replica_of(self.control.rank) == 0  # replicas are identical
         states = {k: collect_stage_state(self.engine, k) for k in (self.engine.stages if writes else ())}
         snapshots = {k: self._snapshots[k].copy_to_host(state) for k, state in states.items()}
         staging = files.staging_dir(self.folder, progress.step)
+        self.state, self._progress, self._completing_since = "writing", progress, None
         self._write_failed.clear()
-        self._all_parts_written_at = None
 
         def write() -> None:
             written = []
@@ -190,71 +177,67 @@ class CheckpointWriter:
             parameters = (name for name, _ in self.engine.model.named_parameters() if name not in elsewhere)
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
             index = files.Index(progress, layers, tuple(written), stateless, self.classes)
-            # a run that is killed at any moment, and resumed from here, will not report these steps again
+            # a run killed at any moment and resumed from here will not report these steps again
             self.process.report(events.CheckpointReady(progress.step))
             self.process.flush_messages()
             files.finish_checkpoint(staging, index, config=self.config_yaml, keep=self.keep)
 
-        self._written = progress
-        self._writing = self._work = self._thread.submit(_run_job, write)
+        self._part = self._completion = self._thread.submit(_run_job, write)
         if self.control.is_rank_zero:
-            self._work = self._thread.submit(_run_job, complete)
+            self._completion = self._thread.submit(_run_job, complete)
 
     def _wait_for_part(self, staging: Path, process: int) -> list[files.WrittenFile]:
         """Wait for the files that `process` writes. Raises CheckpointError if a part fails or stays invisible."""
         while (part := files.read_part(staging, process)) is None:
-            if self._writing.result() is not None or self._write_failed.wait(_POLL_SECONDS):
+            if self._part.result() is not None or self._write_failed.wait(_POLL_SECONDS):
                 raise files.CheckpointError("a part of it is missing")
-            if (
-                self._all_parts_written_at is not None
-                and time.monotonic() - self._all_parts_written_at > _VISIBILITY_TIMEOUT_SECONDS
-            ):
+            since = self._completing_since
+            if since is not None and time.monotonic() - since > _VISIBILITY_TIMEOUT_SECONDS:
                 why = f"what process {process} has written is not in {self.folder} here; use a folder of a shared disk"
                 raise files.CheckpointError(why)
         return part
 
-    def _wait_until_written(self, step: int, *, last: bool) -> None:
-        """Wait until no checkpoint is being written; report the wait if it was long."""
-        began = time.perf_counter()
-        pending = self._written
-        if self._written is not None:
-            # Once all parts are written, or a part has failed, process 0 no longer waits for others.
-            for work in (self._writing, self._work):
-                with self.control.blocked_on(BlockedOn.DISK):
-                    wait([work])
-                self._poll(last=last)
-                if self._written is None:
-                    break
+    def wait_until_idle(self, step: int, *, last: bool = False) -> None:
+        """Wait until no checkpoint is being written; report the wait if it was long. `last`: as of `poll`."""
+        began, waits = time.perf_counter(), self.state != "idle"
+        while self.state != "idle":
+            with self.control.blocked_on(BlockedOn.DISK):
+                wait([self._part if self.state == "writing" else self._completion])
+            self.poll(last=last)
         seconds = time.perf_counter() - began
-        if pending is not None and self.control.is_rank_zero and seconds >= _REPORT_AFTER_SECONDS:
-            self.process.report(events.CheckpointStalled(step, pending.step, seconds))
+        if waits and self.control.is_rank_zero and seconds >= _REPORT_AFTER_SECONDS:
+            self.process.report(events.CheckpointStalled(step, self._progress.step, seconds))
 
-    def _poll(self, *, last: bool) -> None:
-        """Exchange with all processes whether they are done with the checkpoint, and whether any of them failed."""
-        progress = self._written
-        assert progress is not None
-        done = self._work.done()
-        reasons = [work.result() for work in (self._writing, self._work) if work.done()]
+    def poll(self, *, last: bool = False) -> None:
+        """Exchange with all processes whether they are done with the checkpoint and whether any of them failed, and
+        change the state accordingly. Raises CheckpointError for a failure if the run's folder is gone or this is the
+        `last` checkpoint; any other failure is only reported."""
+        if self.state == "idle":
+            return
+        done = self._completion.done()
+        reasons = [job.result() for job in (self._part, self._completion) if job.done()]
         states = self.control.collect((done, next(filter(None, reasons), None)))
         why = next((text for _, text in reversed(states) if text is not None), None)  # 0 may fail due to others
         if why is not None:
             self._write_failed.set()
-        if self._all_parts_written_at is None and all(done for done, _ in states[1:]):
-            self._all_parts_written_at = time.monotonic()
-        if not all(done for done, _ in states):
-            return
-        self._written = None
+        if self.state == "writing" and all(done for done, _ in states[1:]):
+            self.state, self._completing_since = "completing", time.monotonic()
+        if all(done for done, _ in states):
+            self.state = "idle"
+            self._report_end(why, last)
+
+    def _report_end(self, why: str | None, last: bool) -> None:
+        message: object = events.CheckpointWritten(self._progress.step)
         if why is None:
-            self.last = progress
-            message: object = events.CheckpointWritten(progress.step)
+            self.last = self._progress
         else:
             if self.control.is_rank_zero:
-                shutil.rmtree(files.staging_dir(self.folder, progress.step), ignore_errors=True)  # frees disk space
-            if self.control.is_rank_zero and not self.folder.is_dir():
-                raise files.CheckpointError(f"{self.folder}: {files.RUN_FOLDER_MISSING}")
+                shutil.rmtree(files.staging_dir(self.folder, self._progress.step), ignore_errors=True)  # frees space
+                if not self.folder.is_dir():
+                    raise files.CheckpointError(f"{self.folder}: {files.RUN_FOLDER_MISSING}")
             if last:
                 raise files.CheckpointError(why)
-            message = events.CheckpointFailed(progress.step, why)
+            message = events.CheckpointFailed(self._progress.step, why)
         if self.control.is_rank_zero:
             self.process.report(message)
 

@@ -132,7 +132,7 @@ def find_checkpoint(
     check: Callable[[Path], object] = lambda checkpoint: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The `last` or the `best` checkpoint; if it is damaged or gone, the newest that is intact, and `warn` gets a line.
+    """The `last` or the `best` checkpoint; if it is damaged or gone, the newest intact, with a line to `warn`.
 
     A checkpoint is damaged if its files are not what was written, or `check` raises CorruptCheckpointError for it.
     Raises InputError, naming `setting`, if the run has no intact checkpoint, and any other error that `check` raises.
@@ -149,7 +149,7 @@ def find_checkpoint(
     elif which == "best":
         lost = f"{run_folder}: no checkpoint is the best, as nothing was evaluated before the last"
         if best is not None:
-            lost = f"{best}: the best checkpoint is not there any more"
+            lost = f"{best}: the best checkpoint no longer exists"
     damaged: list[CorruptCheckpointError] = []
     for checkpoint in checkpoints:
         try:
@@ -173,7 +173,7 @@ def _find_best(newest_first: Sequence[Path]) -> Path | None:
 
 
 def missing_best_checkpoint(last: Path) -> Path | None:
-    """The best checkpoint of a run whose newest is `last`, if it is not there any more."""
+    """The best checkpoint of a run whose newest is `last`, if it no longer exists."""
     best = _find_best([last])
     return None if best is None or best.exists() else best
 
@@ -194,9 +194,9 @@ def clean_staging(run_folder: Path) -> None:
             shutil.rmtree(abandoned, ignore_errors=True)
 
 
-# The message for a run folder that does not exist any more.
+# The message for a run folder that no longer exists.
 RUN_FOLDER_MISSING = (
-    "the run folder was deleted or moved; begin the run again, or give its new place, resume=FOLDER, to go on"
+    "the run folder was deleted or moved; begin the run again, or continue it where it is now by resume=FOLDER"
 )
 
 
@@ -206,7 +206,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def checkpoint_write_errors(path: Path) -> Iterator[None]:
-    """Inside, part of the checkpoint `path` is written; an OSError becomes a CheckpointError."""
+    """For code that writes part of the checkpoint `path`: turns an OSError into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -223,8 +223,8 @@ def write_stage(staging: Path, stage: int, tensors: Mapping[str, torch.Tensor]) 
     path = staging / f"stage_{stage}.safetensors"
     digest = hashlib.sha256()
     with checkpoint_write_errors(staging):
-        staging.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
-        staging.mkdir(exist_ok=True)  # another stage may have made it
+        staging.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not reappear
+        staging.mkdir(exist_ok=True)  # another stage may have created it
         check_not_linked(staging.parent)
         if path.is_file() and (staging.is_symlink() or path.is_symlink()):
             raise OSError(errno.EEXIST, "a link leads to a file that is not this run's", str(path))
@@ -273,9 +273,8 @@ def read_part(staging: Path, process: int) -> list[WrittenFile] | None:
 
 
 def finish_checkpoint(staging: Path, index: Index, *, config: str, keep: int) -> Path:
-    """Write the index, rename the folder to its final name, and remove old checkpoints, but the newest `keep` and the
-    best. Those of later steps are removed too: they were damaged, and the run was therefore resumed from an earlier
-    checkpoint.
+    """Write the index, rename the folder to its final name, and remove old checkpoints except the newest `keep` and the
+    best. Checkpoints of later steps are also removed: the run was resumed from before them, as they were damaged.
 
     Raises CheckpointError.
     """
@@ -294,7 +293,7 @@ def finish_checkpoint(staging: Path, index: Index, *, config: str, keep: int) ->
         _sync_folder(staging)
         # a run resumed from an earlier checkpoint may reach this step again, and then replaces its checkpoint
         replaced = staging.parent / f".{final.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: a rename needs it gone
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: it would block the rename
         if final.exists():
             _rename(final, replaced)
         _rename(staging, final)
@@ -313,8 +312,8 @@ def finish_checkpoint(staging: Path, index: Index, *, config: str, keep: int) ->
 
 
 def _rename(folder: Path, path: Path) -> None:
-    """Rename the folder of a checkpoint. Where the file system renames no folders, its files are copied: the index
-    comes last and goes first, as a folder without it is no checkpoint."""
+    """Rename the folder of a checkpoint. Where the file system cannot rename folders, its files are copied: the index
+    is copied last and removed first, as readers ignore a folder without it."""
     try:
         folder.rename(path)
     except OSError as error:
@@ -361,8 +360,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _update_symlink(link: Path, target: str) -> None:
-    """Make the symlink `link` (`last` or `best`, for people and scripts) point to `target`, atomically; on a file
-    system without links, or that does not rename over one, a file with the name of the target."""
+    """Make the symlink `link` (`last` or `best`, for people and scripts) point to `target`, atomically; where the file
+    system has no links or cannot rename over one, write a file with the target's name."""
     staging = link.with_name(f".{link.name}.writing")
     staging.unlink(missing_ok=True)
     try:
@@ -384,7 +383,7 @@ def read_index(checkpoint: Path) -> Index:
             raise ValueError(f"it holds {type(values).__name__}")
         if (written := values.pop("format", None)) != FORMAT:
             raise ValueError(f"it has format {format_value(written)}, this version of gpipe reads format {FORMAT}")
-        if not isinstance(values.pop("config", None), str):  # for people only; `typed` accepts no text of several lines
+        if not isinstance(values.pop("config", None), str):  # for people only: `parse_config` takes no multi-line text
             raise ValueError("config: must be a text")
         progress = {key: values.pop(key) for key in Progress.__dataclass_fields__ if key in values}
         index = parse_config(Index, values | {"progress": progress})
@@ -415,8 +414,8 @@ def _check_index(index: Index, folder: str) -> None:
         ),
         f"ema_updates={at.ema_updates}: there were {at.step} steps": at.ema_updates > at.step,
         "batch_size, batch_tokens: not one of them is null": (at.batch_size is None) == (at.batch_tokens is None),
-        "files: a name is not that of a stage's file": not all(_FILE.fullmatch(name) for name in names),
-        "files: a name is there twice": len({*names}) < len(names),
+        "files: a name is not a stage's": not all(_FILE.fullmatch(name) for name in names),
+        "files: a name occurs twice": len({*names}) < len(names),
     }
     for what, is_so in wrong.items():
         if is_so:
@@ -426,7 +425,7 @@ def _check_index(index: Index, folder: str) -> None:
 def tensor_headers(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, TensorHeader]:
     """The dtype and shape of every tensor in `files` of a checkpoint, by name; only headers are read.
 
-    Raises CorruptCheckpointError if a file cannot be read, or does not hold the tensors that the index lists.
+    Raises CorruptCheckpointError if a file cannot be read, or lacks tensors that the index lists.
     """
     by_name: dict[str, TensorHeader] = {}
     for file in files:
@@ -445,9 +444,9 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors of `layers`, of the given kinds (`model`, `optimizer`, `ema`), from whichever files hold them.
 
-    The size and checksum of each file are checked before it is read, also if another process has checked it: it may be
-    on another machine. `intact`: names of files that this process has checked already, and may read without; those
-    checked here are added. Raises CorruptCheckpointError if a file is damaged.
+    The size and checksum of each file are checked before it is read, even if another process has checked it: it may be
+    on another machine. `intact`: names of files that this process has already checked and reads without another check;
+    files checked here are added. Raises CorruptCheckpointError if a file is damaged.
     """
     intact = set() if intact is None else intact
     layers, kinds = set(layers), set(kinds)
@@ -491,7 +490,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _corrupt_checkpoint_errors(path: Path) -> Iterator[None]:
-    """Inside, a file of a checkpoint is read; an error in this becomes a CorruptCheckpointError."""
+    """For code that reads a file of a checkpoint: turns any error into a CorruptCheckpointError."""
     try:
         yield
     except (SafetensorError, OSError) as error:

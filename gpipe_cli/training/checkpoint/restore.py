@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class CheckpointCompatibility:
     """Whether a checkpoint fits the model of a run, by names, types and shapes alone.
 
-    Every `refuse` method raises InputError.
+    Every `check` method raises InputError.
     """
 
     setting: str  # the setting that named the run, for messages, as `key=value`
@@ -56,14 +56,14 @@ class CheckpointCompatibility:
         return cls(f"{setting}={run}", checkpoint, config, source, index, tensor_headers, shapes, saved_shapes)
 
     def check_same_names(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        """Refuse the checkpoint if layers or tensors are only in the model, or only in the checkpoint."""
+        """Check that no layer or tensor is only in the model, or only in the checkpoint."""
         if missing or unexpected:
             differences = f"only here: {_first_names(missing)}; only there: {_first_names(unexpected)}"
             why = f"{self.checkpoint.name} is of another model ({differences})"
             raise InputError(f"{self.setting}: {why}; {self._hint()}")
 
     def check_same_tokenizer(self) -> None:
-        """Refuse the checkpoint if the settings name another tokenizer than the run's, or the files that it saved."""
+        """Check that the settings name the tokenizer of the run, or the files that it saved."""
         mine, theirs = self.config.dataset, self.source.dataset
         if (
             not isinstance(mine, TextConfig)
@@ -75,7 +75,7 @@ class CheckpointCompatibility:
         uses_saved = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
         if mine.tokenizer == theirs.tokenizer or uses_saved:
             return
-        whose, use = "a vocabulary of its own", "leave it out"
+        whose, use = "its own vocabulary", "remove it"
         if theirs.tokenizer is not None:
             whose = f"the tokenizer {theirs.tokenizer}"
             use = f"use dataset.tokenizer={saved} dataset.vocabulary={theirs.vocabulary}"
@@ -83,7 +83,7 @@ class CheckpointCompatibility:
         raise InvalidSettingError("dataset.tokenizer", mine.tokenizer, f"{why}; {use}")
 
     def check_same_shapes(self, names: Iterable[str]) -> None:
-        """Refuse the checkpoint if tensors of these names, which both have, differ in shape."""
+        """Check that tensors of these names, which both have, have the same shapes."""
         different = [name for name in names if self.shapes[name] != self.saved_shapes[name]]
         if not different:
             return
@@ -97,7 +97,7 @@ class CheckpointCompatibility:
             and (saved_shape[:1], shape[:1]) == ((theirs.vocabulary,), (mine.vocabulary,))
         ):
             why = ": with another vocabulary every token means something else"
-            remedy = f"use dataset.vocabulary={theirs.vocabulary}, and text is read with the vocabulary of that run"
+            remedy = f"use dataset.vocabulary={theirs.vocabulary}: text is then read with that run's vocabulary"
         elif isinstance(theirs, ImagesConfig) and theirs.image_size != getattr(mine, "image_size", None):
             remedy = f"use dataset.image_size={theirs.image_size}, or a model that takes any size"
         raise InputError(
@@ -105,8 +105,8 @@ class CheckpointCompatibility:
         )
 
     def check_tensors(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Raises CorruptCheckpointError if the checkpoint lacks any of these tensors, or has another dtype or shape for
-        it."""
+        """Raises CorruptCheckpointError if the checkpoint lacks any of these tensors, or has it in another dtype or
+        shape."""
         for name, tensor in wanted.items():
             needed = files.DTYPES.get(tensor.dtype), tuple(tensor.shape)
             if (saved := self.tensor_headers.get(name, "missing")) != needed:
@@ -132,8 +132,7 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def collect_stage_state(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
-    """All tensors that a checkpoint keeps of stage `stage`, by global names; a tied weight is kept where it is used
-    first."""
+    """The tensors of stage `stage` that a checkpoint contains, by global names; a tied weight is in its first stage."""
     module = engine.stages[stage].module
     elsewhere = canonical_names(engine.spec.ties)
     state = {f"model/{name}": tensor for name, tensor in module.state_dict().items() if name not in elsewhere}
@@ -170,13 +169,13 @@ def check_restorable(match: CheckpointCompatibility, model: nn.Sequential, *, op
     match.check_tensors(wanted)
 
 
-# Settings of a data set that say where it is, or how its samples are seen; tokenizers are compared by what they are.
+# Settings of a data set for its location or the form of its samples; tokenizers are compared by content.
 _CHANGEABLE_SETTINGS = ("root", "cache", "download", "partial", "image_size", "augmentation", "tokenizer")
 
 
 def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
-    """Raises InvalidSettingError if the settings of the data set are not those of the resumed run, `saved`: its
-    position in the data, its targets or its scores would then mean something else."""
+    """Raises InvalidSettingError if settings of the data set differ from the resumed run's, `saved`: its position in
+    the data, its targets or its scores would then mean something else."""
     given, before = asdict(config.dataset), asdict(saved.dataset)
     for key in ("name", *given):
         if key in _CHANGEABLE_SETTINGS or given[key] == before.get(key):
@@ -184,7 +183,7 @@ def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
         setting = "dataset" if key == "name" else f"dataset.{key}"
         value = format_value(before.get(key))
         why = f"the run that is resumed has {setting}={value}, on which its position in the data depends"
-        raise InvalidSettingError(setting, given[key], f"{why}; leave the setting out")
+        raise InvalidSettingError(setting, given[key], f"{why}; remove the setting")
 
 
 def check_optimizer_state(config: TrainConfig, saved: TrainConfig) -> None:
@@ -193,12 +192,12 @@ def check_optimizer_state(config: TrainConfig, saved: TrainConfig) -> None:
     if missing := sorted(needed - kept):
         raise InputError(
             f"optimizer={config.optimizer.name}: needs {', '.join(missing)} of every parameter, and the run that is "
-            f"resumed was trained by {saved.optimizer.name} without; leave the optimizer's settings out"
+            f"resumed was trained by {saved.optimizer.name} without; remove the optimizer's settings"
         )
 
 
 def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
-    """Copy the values of a checkpoint, whatever cut it was written with, into the stages of this process.
+    """Copy the values of a checkpoint, written with any cut, into the stages of this process.
 
     Raises CorruptCheckpointError if it was damaged after it had been checked.
     """
@@ -220,8 +219,8 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
 def stage_tensors(
     spec: PipelineSpec, stage: int, checkpoint: Path, kinds: Iterable[str], intact: set[str]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a stage, of the given kinds; tied weights under all names that they have there. `intact`, and
-    errors, as of `read_tensors`."""
+    """The tensors of a stage, of the given kinds; tied weights under all names that they have there. `intact` and
+    errors as in `read_tensors`."""
     layers = set(spec.layer_names[stage])
     first = {tie.layers[0] for tie in spec.ties if layers.intersection(tie.layers)}
     tensors = files.read_tensors(checkpoint, layers | first, kinds, intact)
@@ -231,7 +230,7 @@ def stage_tensors(
 
 
 def saved_state(model: nn.Sequential) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a model by the names in a checkpoint, which has a tied weight once."""
+    """The parameters and buffers of a model by their names in a checkpoint, which contains a tied weight once."""
     elsewhere = canonical_names(find_ties(model))
     return {name: tensor for name, tensor in model.state_dict().items() if name not in elsewhere}
 

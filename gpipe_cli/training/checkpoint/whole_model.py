@@ -23,9 +23,7 @@ def load_run(run: str, averaged: bool | None, which: str, target: str | None) ->
     uncut = {**ONE_DEVICE, "partition.balance": None}
     config = load_run_config(folder, target, lambda saved: f"target={saved!r} to the call", uncut)
     if averaged and not config.ema_decay:
-        raise InvalidSettingError(
-            "averaged", True, "the run kept no average of its weights, as ema_decay=0; leave it out"
-        )
+        raise InvalidSettingError("averaged", True, "the run kept no average of its weights, as ema_decay=0; remove it")
     if averaged is False:
         config = replace(config, ema_decay=0.0)
     model = build_model(config)
@@ -44,10 +42,10 @@ def load_run(run: str, averaged: bool | None, which: str, target: str | None) ->
 def whole_model(config: TrainConfig, checkpoint: Path, intact: set[str] | None = None) -> nn.Sequential:
     """The layers of a run with the weights of `checkpoint`, on the CPU, in evaluation mode; `config` has its settings.
 
-    Batch norm is torch's own: only a stage defers it. If `ema_decay` is not 0, weights and statistics are the moving
-    averages in the checkpoint, if there are any. `intact`: as of `read_tensors`.
+    Batch norm is torch's: only a stage defers it. If `ema_decay` is not 0, weights and statistics are the checkpoint's
+    moving averages, if it has any. `intact`: as in `read_tensors`.
 
-    Raises CorruptCheckpointError for a checkpoint that cannot be read. Whether it fits the model is not checked.
+    Raises CorruptCheckpointError for an unreadable checkpoint; does not check that it fits the model.
     """
     model = new_model(config)
     layers = read_index(checkpoint).layers

@@ -34,7 +34,7 @@ def ran(folder: Path, losses: list[float], *settings: str, status: Any = "comple
 
 
 def stages_in(*processes: int) -> tuple[Partition, ...]:
-    """Stages as a result has them, as far as it says where they were."""
+    """Stages in a result's form, only with their places."""
     return tuple(Partition(process, "cpu") for process in processes)
 
 
@@ -45,7 +45,7 @@ def changed(run: RunRecord, **result: Any) -> RunRecord:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """K = 1, 2 with the same bits, 4 with another last one, 16 that failed; and a run of text beside them."""
+    """K = 1, 2 with the same bits, 4 with another last one, 16 that failed; and a run of text."""
     folder = tmp_path_factory.mktemp("compared") / "sweep"
     same = [3.0, math.nan, 1.5, 1.25, 1.0]
     beyond = float(np.nextafter(np.float32(1.0), np.float32(2.0)))
@@ -128,7 +128,7 @@ def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(run
     in_turns = changed(runs[2], partitions=stages_in(0, 0, 0), samples_per_second_kind="measured_one_device")
     assert count_devices(in_turns) == 3
 
-    # What is no speed of a pipeline, or one of other work.
+    # What is not a pipeline's speed, or a speed of other work.
     alone = {"samples_per_second_kind": "measured_one_device"}
     assert scalings([runs[0], changed(runs[1], **alone)])[1] == Scaling(0.5, None, 0)
     hardware = {**runs[1].result.hardware, "cores": 64}

@@ -1,4 +1,4 @@
-"""Sinks beside TensorBoard: the same points, settings and pictures, in stores that are read back."""
+"""Loggers other than TensorBoard: the same points, settings and pictures, in stores that are read back."""
 
 import csv
 import os
@@ -38,7 +38,7 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resumed, the run goes on there; what MLflow does not let change becomes a tag."""
+    """Resumed, the run continues there; what MLflow does not let change becomes a tag."""
     mlflow = pytest.importorskip("mlflow")
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
@@ -81,7 +81,7 @@ def test_metrics_csv_has_what_the_events_have_and_what_a_resumed_run_repeats_onc
 
 
 def test_a_damaged_metrics_csv_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A power failure left zeros in it: the run could not be resumed. What can be no row is left out; a file without
+    """A power failure left zeros in it: the run could not be resumed. Damaged rows are left out; a file without
     its columns is left as it is."""
     report(tmp_path, "logger=[csv]", end=False)
     file = tmp_path / "metrics.csv"

@@ -87,8 +87,8 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     _, experiment, status = of_hparams(tmp_path)
     assert status == api_pb2.STATUS_SUCCESS
     metrics = [info.name.tag for info in experiment.metric_infos]
-    assert (metrics[0], len(metrics)) == ("final/top1", 10), "those of text, too"
-    assert {path.parent for path in tmp_path.glob("**/*tfevents*")} == {tmp_path}, "no run beside the run"
+    assert (metrics[0], len(metrics)) == ("final/top1", 10), "also of text"
+    assert {path.parent for path in tmp_path.glob("**/*tfevents*")} == {tmp_path}, "no second run"
     assert {"train/loss", "bubble/measured"} <= charts(tmp_path) <= set(expected)
 
 

@@ -127,7 +127,7 @@ def costs_of(
 
 
 def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What JavaScript is asked, and what Python says."""
+    """What JavaScript is asked, and Python's answer."""
     name, devices = chance.choice(KNOWN), chance.randint(1, 4)
     K = devices * chance.randint(1, 8 // devices) if name == "interleaved" else chance.randint(1, 8)
     M = chance.randint(1, 32)
@@ -307,7 +307,7 @@ def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", replicas: int) -> None:
+def test_other_settings_give_the_numbers_of_their_plan(page: "Page", replicas: int) -> None:
     """From the data of one plan: the cut, the order, the step, its shares, the memory of each stage and device. The cut
     is the one for the M of that plan, whatever M is tried."""
     config, profile = own()
@@ -349,8 +349,8 @@ def timed(layers: int) -> MeasuredCosts:
 
 
 def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> None:
-    """Where processes share cores and slow each other down, or stages take turns in one process; on devices of their
-    own they do not, and only those of a stage's process still take turns."""
+    """If processes share cores they slow each other down, and stages of one process take turns; on separate devices
+    there is no slowdown, and only stages of the same process take turns."""
     for settings in (("partitions=2",), ("partitions=3", "executor=in_process"), ("partitions=2", "replicas=2")):
         config, profile = configure(*EVEN, "schedule=1f1b", *settings), traced(*EVEN)
         costs = predicted_costs(config, profile, layout_of(config), timed(len(profile.costs)))
@@ -395,7 +395,7 @@ def test_of_other_schedules_the_page_knows_the_order_of_the_plan_only(page: "Pag
     assert "choose another schedule" in other
 
 
-def test_a_cut_keeps_together_what_layers_share_or_the_page_says_why_not(page: "Page") -> None:
+def test_a_cut_keeps_together_what_layers_share_or_the_page_tells_why_not(page: "Page") -> None:
     config, profile = own()
     tied = replace(profile, shared=(Shared(1, 4, "they share"),))
     data = data_of(config, tied)

@@ -43,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crowded(written: Path) -> Path:
-    """The page of the same run, had both of its devices been processes on one core that others used, too."""
+    """The page of the same run, had both of its devices been processes on one core that others also used."""
     text, path = written.read_text(encoding="utf-8"), written.with_name("crowded.html")
     alone, shared = '"at_once":null,"cores":null', '"at_once":1,"cores":1'
     assert text.count(alone) == text.count('"run":null,"contended":null,"launched":[]') == 1
@@ -75,7 +75,7 @@ def page(browser_page: "Page", written: Path) -> "Iterator[Page]":
 
 
 def open_at(page: "Page", written: Path, address: str) -> None:
-    page.goto("about:blank")  # another address of the same page would not load it anew
+    page.goto("about:blank")  # another address of the same page would not reload it
     page.goto(f"file://{written}{address}")
     page.locator(".simulated .action").first.wait_for()
 
@@ -113,8 +113,8 @@ def drag(page: "Page", key: str, over: str, to: Callable[[Any], float]) -> None:
 
 
 def configured(page: "Page", controls: dict[str, Any]) -> tuple[float, list[float]]:
-    """Seconds of a step, and the most bytes that each stage holds at once, by the page's engine, which its own test
-    holds against Python's."""
+    """Seconds of a step, and the peak bytes that each stage holds, by the page's engine, which test_engine.py compares
+    with Python's."""
     ask = """controls => {
       const data = JSON.parse(document.getElementById("data").textContent);
       const rows = controls.rows?.map(row => row.map(gpipe.action));
@@ -214,7 +214,7 @@ def test_a_setting_is_simulated_at_once_and_the_address_keeps_it(page: "Page", w
 
 
 def test_devices_share_cores_until_a_switch_gives_each_stage_its_own(page: "Page", crowded: Path) -> None:
-    """A question that changed M once turned on devices of their own without a word. Speed-up is over one device with
+    """A question that changed M once turned on separate devices silently. Speed-up is over one device with
     the mini-batch whole, so it falls where more micro-batches lengthen the step: it once rose, over K = 1 with the same
     M."""
     open_at(page, crowded, "")
@@ -252,7 +252,7 @@ def test_devices_share_cores_until_a_switch_gives_each_stage_its_own(page: "Page
 
 
 def test_hints_say_what_the_numbers_say(page: "Page", crowded: Path) -> None:
-    """Of 1f1b it was said that its bubble is as large, beside 8.7 % that became 3.5 %."""
+    """Of 1f1b it was said that its bubble is as large, next to 8.7 % that became 3.5 %."""
     open_at(page, crowded, "#K=3&M=8")
     for id, choices in (("schedule", ("gpipe", "1f1b", "zero_bubble")), ("recompute", ("never", "always"))):
         for choice in choices:
@@ -269,7 +269,7 @@ def test_hints_say_what_the_numbers_say(page: "Page", crowded: Path) -> None:
     assert f"step {shown_step(page)} \u2192 {gpipe}" in page.locator("#schedule-meaning").inner_text()
 
 
-def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Page") -> None:
+def test_pointing_lights_up_a_micro_batch_and_explains_its_waits(page: "Page") -> None:
     action(page, "1F2").hover()
     lit = page.locator(".action.lit").evaluate_all("bars => bars.map(bar => bar.dataset.key)")
     assert sorted(lit) == sorted(f"{k}{kind}2" for k in (0, 1) for kind in "FRB")
@@ -352,7 +352,7 @@ def test_stages_of_a_v_share_lanes_and_are_told_apart(page: "Page", written: Pat
     assert page.evaluate(OUTSIDE) == []
 
 
-def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Path) -> None:
+def test_dragging_shows_the_cost_in_memory(page: "Page", written: Path) -> None:
     """It said how much time the new order saves, and not that stage 0 holds one micro-batch more for it."""
     open_at(page, written, "#schedule=1f1b&recompute=never")
     schedule = page.locator("#schedule")

@@ -65,7 +65,7 @@ def banner(*settings: str, **changes: Any) -> list[str]:
     return [line[13:] for line in file.getvalue().splitlines()]
 
 
-def test_a_run_that_max_steps_ends_says_where_on_its_curves() -> None:
+def test_a_run_that_max_steps_ends_tells_where_on_its_curves() -> None:
     """A learning rate that was to fall with the cosine over 1,000 epochs did not fall in 400 steps, without a word."""
     cosine = ["learning_rate=cosine", "learning_rate.warmup_epochs=0"]
     said = "max_steps=6 ends the run at 50.0 % of the cosine over 3 epochs; epochs=2 shortens it"
@@ -86,7 +86,7 @@ def test_a_run_that_max_steps_ends_says_where_on_its_curves() -> None:
 
 
 @pytest.mark.parametrize(("classes", "top5"), [(5, False), (6, True)])
-def test_a_run_says_what_its_images_are_and_leaves_out_a_score_that_is_100_percent_by_definition(
+def test_a_run_describes_its_images_and_omits_a_score_that_is_100_percent_by_definition(
     classes: int, top5: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["dataset.augmentation.random_resized_crop=[0.1,1.0]", f"dataset.num_classes={classes}", "max_steps=1"]
@@ -120,7 +120,7 @@ def test_a_preset_is_shown_with_what_it_sets() -> None:
 
 
 @pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash", "a\\b=\\"])
-def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and_hydra(folder: str) -> None:
+def test_a_summary_has_the_scores_and_a_resume_command_that_survives_shell_and_hydra(folder: str) -> None:
     reporter, file = reporter_in(Path(folder))
     for number in range(1, 13):
         reporter.on_message(step(number))
@@ -151,7 +151,7 @@ def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and
         ([], None, []),
     ],
 )
-def test_what_is_proposed_to_go_on_with_has_something_to_do(
+def test_a_proposed_resume_command_has_something_to_do(
     settings: list[str], written: int | None, resume_command: list[str]
 ) -> None:
     """A run of which the last checkpoint is written was to be resumed, and so was a complete one, without the setting

@@ -48,7 +48,7 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
     apart = stage_memory(spec(), planned, [1500, 460], [401, 402], [1000, 0])
     assert apart == (
         StageMemory(0, 1000, 10, 20, 30, 401, 39, 1500),
-        StageMemory(1, 0, 10, 20, 30, 402, -2, 460),  # not all of it at once
+        StageMemory(1, 0, 10, 20, 30, 402, -2, 460),  # not all of it at the same time
     )
     one_process = spec(rank_of_stage=(0, 0), devices=("cpu", "cpu"))
     (together,) = stage_memory(one_process, planned, [2000, 2000], None, [1000, 1000])

@@ -78,7 +78,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     assert result["activation_bytes"] == [2 * 2**20, 4 * 2**20]
 
 
-def test_a_checkpoint_whose_message_was_not_read_is_one_to_go_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_message_was_not_read_can_be_resumed(tmp_path: Path) -> None:
     """Ctrl-C just after an epoch: the summary said that none was written yet."""
     reporter, file = reporter_in(tmp_path)
     reporter.on_message(step(1))

@@ -8,7 +8,7 @@ from gpipe_cli.verify.self_check import MODES, Row, Variant
 
 
 def test_a_variant_is_in_one_line_of_the_table() -> None:
-    """The reference of 1f1b had a line, within tolerance of gpipe's, and was also among those of a line `identical`."""
+    """The reference of 1f1b had a line, within tolerance of gpipe's, and was also counted in a line `identical`."""
     variants = [Variant(k, 4, *rest, "in_process") for *rest, k in product(("gpipe", "1f1b"), MODES, (1, 2))]
     rows = [Row(variant, "identical") for variant in variants]
     rows[0], rows[6] = Row(variants[0], "reference"), Row(variants[6], "within tolerance", difference=7e-8)

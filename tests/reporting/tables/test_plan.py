@@ -21,7 +21,7 @@ def shown(made: Plan, folder: Path, width: int = 80) -> list[str]:
 
 
 def row(lines: list[str], beginning: str) -> str:
-    """The only line that begins so, with single blanks."""
+    """The only line with that beginning, with single blanks."""
     (found,) = (line for line in lines if line.startswith(beginning))
     return " ".join(found.split())
 
@@ -56,7 +56,7 @@ def test_skips_past_other_stages_are_named_with_their_bytes(tmp_path: Path) -> N
 
 
 def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
-    """The banner gave a stage's share of the memory as that of the device."""
+    """The banner gave a stage's share of the memory as the device's memory."""
     config = configure(*EVEN, "partitions=4", "stages_per_process=2", "executor=auto", "hardware=h100")
     made = plan_of(config, traced())
     lines = shown(made, tmp_path, width=120)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the training goes on: what a step of it waits for, and what it does not."""
+"""Checkpoints that are written while the training continues: what a step waits for, and what it does not."""
 
 import os
 import re
@@ -26,9 +26,9 @@ RUN = [
 
 
 def odd_file(run: Path, step: int, name: str) -> Path:
-    """Where a file of the checkpoint of `step` will be written to, if something else lies there before.
+    """Where a file of the checkpoint of `step` will be written to, so that something else can be put there before.
 
-    The draft is a link, as a folder would be removed when the run begins.
+    The staging folder is a link, as a folder would be removed when the run begins.
     """
     elsewhere = run.with_name(f"{run.name}_{step}")
     elsewhere.mkdir()
@@ -72,7 +72,7 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """Its file is a pipe, which is written to when somebody reads. That is when the training waits for it, three steps
     later: what is read are the bytes of the checkpoint of a run that nothing held up.
 
-    A pipe cannot be flushed, so this best checkpoint fails, and a score that is no better is the best after it.
+    A pipe cannot be flushed, so this best checkpoint fails, and a score that is not better is the best after it.
     """
     settings = configure(*RUN, "partitions=1", "executor=in_process", "epochs=3", "checkpoint.every_epochs=2",
                          "learning_rate.per_sample=1e-6")  # fmt: skip
@@ -92,7 +92,7 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
     def read() -> bytes:
         awaited.wait(60)
-        threading.Event().wait(0.6)  # longer than what is not worth a line
+        threading.Event().wait(0.6)  # longer than waits that are not reported
         return pipe.read_bytes()
 
     with ThreadPoolExecutor(1) as pool:
@@ -113,16 +113,16 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """First the disk of one of two processes is full: all go on without this checkpoint. Then it never answers: the run
-    ends while it writes, names the disk, and goes on from the checkpoint before with the bits that it would have had.
+    """First the disk of one of two processes is full: all continue without this checkpoint. Then it never answers: the
+    run ends while it writes, names the disk, and is resumed from the checkpoint before with the bits of a whole run.
     """
     run, whole, alone = tmp_path / "run", tmp_path / "whole", ("partitions=1", "executor=in_process")
     train_here(configure(*RUN, *alone, "checkpoint.every_steps=1", "max_steps=1"), run)
     full = odd_file(run, 2, "stage_1.safetensors")
     full.symlink_to("/dev/full")
-    goes_on = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
+    resume = ["train", f"resume={run}", NAMED, f"run_folder={run}"]
     pair = ["partitions=2", "executor=distributed"]
-    assert command(*goes_on, *pair, "max_steps=3") == 0
+    assert command(*resume, *pair, "max_steps=3") == 0
     captured = capsys.readouterr()
     why = f"{run}/checkpoints/step_00000002: the checkpoint cannot be written (No space left on device)"
     assert captured.err.startswith(f"warning: {why}; ")
@@ -133,7 +133,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: p
     staging_dir(run, 2).rename(staging_dir(run, 5))
     full.unlink()
     os.mkfifo(full)
-    assert command(*goes_on, *pair, "max_steps=6", "timeout_seconds=2") == 1
+    assert command(*resume, *pair, "max_steps=6", "timeout_seconds=2") == 1
     assert (full.with_name("stage_0.safetensors")).exists()
     error = str(read_result(run)["error"])
     assert re.match(r"stage 1 has been silent for \d s waiting for a checkpoint to be written, longer than", error)

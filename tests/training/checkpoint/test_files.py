@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, by name, and refused if damaged."""
+"""Checkpoints: complete or absent, by name, and refused if damaged."""
 
 import errno
 import fcntl

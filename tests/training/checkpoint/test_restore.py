@@ -92,14 +92,14 @@ def test_a_process_hashes_each_file_once(two: Path, monkeypatch: pytest.MonkeyPa
 
 def test_another_optimizer_is_refused(two: Path) -> None:
     """What other models are refused for is in test_fine_tuning.py."""
-    with pytest.raises(InputError, match=r"^optimizer=adam: needs exp_avg, exp_avg_sq of every .*leave the optimizer"):
+    with pytest.raises(InputError, match=r"^optimizer=adam: needs exp_avg, exp_avg_sq of every .*remove the optimizer"):
         source(f"resume={two}", "optimizer=adam")
     with pytest.raises(InputError, match=r"resume=.*: step_\d+ is of another model"):
         source(f"resume={two}", "model.target=custom_models:flattens")
 
 
 def source(*settings: str) -> Path:
-    """The checkpoint that a run with these settings would go on from, or take weights of."""
+    """The checkpoint that a run with these settings would resume, or load weights from."""
     config = configure(*SETTINGS, *settings)
     found = find_source(config)
     assert found is not None
@@ -164,7 +164,7 @@ DAMAGE = {
         index_with(epoch_totals={"elements": 8, "loss": 1.0, "cross_entropy": 1.0, "top1": 9.0, "top5": 9.0}),
         "epoch_totals.top1=9.0: of 8 elements",
     ),
-    "a file elsewhere": (index_with(files=[EVIL]), "files: a name is not that of a stage's file"),
+    "a file elsewhere": (index_with(files=[EVIL]), "files: a name is not a stage's"),
     "a pipe as the index": (pipe("index.json"), "index.json: is not the index of a checkpoint (is not a regular file)"),
     "a pipe as a file": (pipe("stage_0.safetensors"), "stage_0.safetensors: part of the checkpoint cannot be read"),
     "a file that is cut off": (cut_off("stage_0.safetensors"), "stage_0.safetensors: damaged ("),

@@ -1,4 +1,4 @@
-"""Runs that go on: resume=auto, max_restarts, a signal that asks for a checkpoint."""
+"""Runs that are resumed: resume=auto, max_restarts, a signal that asks for a checkpoint."""
 
 import os
 import re
@@ -92,7 +92,7 @@ build = custom_models.small
 
 
 @linux
-def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_with_another_k(
+def test_a_run_whose_stage_is_killed_restarts_and_once_stopped_is_resumed_with_another_k(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The signal reaches the workers too, as SLURM and torchrun send it."""
@@ -119,7 +119,7 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     (start,) = result["starts"]  # whatever restarted in it
     assert start["command"] == shlex.join(["gpipe", *line, "partitions=2", "max_restarts=1"])
     assert datetime.fromisoformat(start["started"]) <= datetime.fromisoformat(start["ended"])
-    assert start["first_step"] == 0, "that of the command, not of its restart"
+    assert start["first_step"] == 0, "the command's, not its restart's"
     assert f"  restart 1 of 1: {restart['why']}; goes on" in (run / "log.txt").read_text()
     wait_until(lambda: not workers_of(os.getpid()), 20, "the end of every worker")
 
@@ -165,7 +165,7 @@ def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
     assert "complete, with 2 steps; nothing is left" in capsys.readouterr().out
     result = read_result(tmp_path / "run")
     assert (result["status"], result["steps"], result["test"]["step"]) == ("completed", 2, 2)
-    # a complete run is not one with settings with which it could not go on
+    # a complete run is not complete with settings with which it could not be resumed
     line = ["resume=auto", f"run_folder={tmp_path / 'run'}", "model.target=killed:other"]
     assert command("train", *line) == 2
     assert re.match(r"gpipe train: model.target=killed:other: .* has no function other", capsys.readouterr().err)
@@ -187,13 +187,13 @@ def test_no_row_is_lost_where_the_command_is_killed_as_a_checkpoint_is_complete(
     program.communicate(timeout=120)
     assert program.returncode == -signal.SIGKILL
     wait_until(lambda: not [*(tmp_path / "tmp").iterdir()], 20, "the end of the temporary files")
-    # the next step is trained while the checkpoint is written, and may have been told of, too
+    # the next step is trained while the checkpoint is written, and may also have been reported
     assert (step_of(list_checkpoints(run)[-1]), steps_of(run)[:2]) == (2, [1, 2])
     assert command(*line, "model.target=custom_models:small", "max_steps=3") == 0
     assert steps_of(run) == [1, 2, 3]
 
 
-def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
+def test_what_a_killed_start_has_left_is_begun_again_and_what_is_not_ours_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
