@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.adafactor import Adafactor
 from gpipe_cli.config import groups
 from gpipe_cli.distributed.control_group import global_norm
 from gpipe_cli.system.accelerator import is_accelerator
@@ -56,7 +55,7 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
             return kind(parts, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=fused)
         case groups.AdafactorConfig():
             # torch's default eps=(None, 1e-3): the dtype's epsilon for the squares, and the least scale of a parameter
-            return Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
+            return torch.optim.Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
 
 
 @cache
@@ -122,6 +121,10 @@ def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torc
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})
     assert optimizer is not None
+    if isinstance(optimizer, torch.optim.Adafactor):  # its step reads norms, which nothing on meta has
+        for group in optimizer.param_groups:
+            optimizer._init_group(group, *([] for _ in range(6)))
+        return dict(optimizer.state[parameter])
     with torch.no_grad():
         unwrap(type(optimizer).step)(optimizer)  # what torch wraps it in imports torch._dynamo
     return {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
