@@ -7,22 +7,13 @@ import importlib
 import os
 import sys
 import time
-from fnmatch import fnmatchcase
 
 from gpipe_cli import __version__
-from gpipe_cli.commands.command_names import COMMANDS, OLD_COMMANDS, OLD_SETTINGS
+from gpipe_cli.commands.command_names import COMMANDS
 from gpipe_cli.commands.command_runner import run_command, run_guarded
 from gpipe_cli.config.did_you_mean import suggest_nearest
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, read_torchrun_env
-from gpipe_cli.errors import (
-    BAD_INPUT,
-    INTERRUPTED,
-    SIGPIPE_EXIT,
-    STOPPED,
-    InputError,
-    InvalidSettingError,
-    format_value,
-)
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, SIGPIPE_EXIT, STOPPED, InputError, format_value
 from gpipe_cli.system.stdio import make_stdio_robust
 
 USAGE = "\n".join(
@@ -79,10 +70,7 @@ def _main(argv: list[str]) -> int:
         case ["help", command] if command in COMMANDS:
             return run_command(command, ["--help"])
         case [command, *rest] if command in COMMANDS:
-            _check_no_old_settings(command, rest)
             return run_command(command, rest)
-        case [command, *_] if command in OLD_COMMANDS:
-            raise InputError(f"{command}: this command is gone; {OLD_COMMANDS[command]}")
         case [command, *_]:
             hint = suggest_nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
             raise InputError(f"{format_value(command)}: there is no such command{hint}; see gpipe --help")
@@ -90,12 +78,3 @@ def _main(argv: list[str]) -> int:
             sys.stderr.write(USAGE)
             return BAD_INPUT
     return 0
-
-
-def _check_no_old_settings(command: str, arguments: list[str]) -> None:
-    """Raises InvalidSettingError for a setting, or a value of one, that the version before this one had."""
-    for argument in arguments:
-        key, _, value = argument.lstrip("+").partition("=")
-        for pattern, remedy in OLD_SETTINGS.items():
-            if fnmatchcase(f"{command} {key}={value}", pattern):
-                raise InvalidSettingError(key, value, f"is gone; {remedy}")

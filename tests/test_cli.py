@@ -129,10 +129,6 @@ def test_a_file_that_does_not_fit_is_refused_before_anything_heavy_is_imported()
             "transformer_lm, transformer_nmt, unet",
         ),
         ("tain", "gpipe: tain: there is no such command; did you mean train?; see gpipe --help"),
-        # what the version before this one had
-        ("demo open=false", "gpipe: demo: this command is gone; use gpipe bench -m partitions=1,2 micro_batches=1,4"),
-        ("train -m hydra/sweeper=optuna seed=1,2", "gpipe train: hydra/sweeper=optuna: is gone; a sweep runs all"),
-        ("site x presets=digits", "gpipe site: presets=digits: is gone; the explorer has one model"),
         ("train filters=3", "gpipe train: filters=3: there is no such setting; did you mean model.filters?"),
         # Settings of another command, which a recipe may have for it: typed here they once had no effect.
         ("train +rounds=5", "gpipe train: rounds=5: gpipe train has no such setting, gpipe bench has; leave it out"),
