@@ -54,8 +54,7 @@ from gpipe_cli.config.settings import (
     set_value,
 )
 from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, describe_error, error_text
-from gpipe_cli.planner.step_schedule import check_schedule_files
-from gpipe_cli.schedule.placement import PLACEMENTS
+from gpipe_cli.planner.step_schedule import schedule_of_file
 from gpipe_cli.system.interrupts import import_in_thread
 
 if TYPE_CHECKING:
@@ -342,8 +341,8 @@ def training_config(cfg: DictConfig, overrides: Mapping[str, object]) -> tuple[T
     _set_vocabulary_size(cfg, overrides)
     auto = substitute_auto(cfg)
     config = _resolve_preprocessing(cfg, overrides)
-    if not auto:
-        check_schedule_files(config)
+    if config.schedule_is_file and not auto:
+        schedule_of_file(config)  # which is checked
     return config, auto
 
 
@@ -356,8 +355,6 @@ def apply_overrides(saved: TrainConfig, overrides: Mapping[str, Any]) -> TrainCo
     saved_dataset = dict(values["dataset"])
     if (partitions := overrides.get("partitions", saved.partitions)) != saved.partitions:
         values["partition"]["balance"] = None  # the balance is for another number of partitions
-        if saved.placement not in PLACEMENTS:
-            values["placement"] = None
         if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
             values["stages_per_process"] = None  # the model has fewer stages than that
     if (replaced := overridden_batch_key(overrides)) is not None:

@@ -70,7 +70,7 @@ def run_settings(kind: type[Settings], cfg: DictConfig) -> tuple[Settings, Train
             raise unknown_setting_error(key, value, (*setting_names(kind), *RUN_OVERRIDES))
     saved = load_run(find_run("run", settings.run, settings.output), overrides.get(TARGET), fallbacks=overrides)
     replaced = {key: value for key, value in overrides.items() if value is not None or key == "stages_per_process"}
-    # nothing is trained, and the file of a schedule or a placement may be gone, or for another K
+    # nothing is trained, and the file of a schedule may be gone, or for another K
     replaced |= {"schedule": "1f1b", "placement": None}
     return settings, apply_overrides(saved, _of_test_set(saved.dataset, replaced) | replaced)
 

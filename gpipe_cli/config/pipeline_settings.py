@@ -11,7 +11,7 @@ from gpipe_cli.config.schema import Range
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.schedule import named_schedules
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SCHEDULES_THAT_SPLIT
-from gpipe_cli.schedule.placement import PLACEMENTS
+from gpipe_cli.schedule.placement import PlacementName
 from gpipe_cli.schedule.schedule import RecomputeMode
 
 Executor = Literal["auto", "in_process", "distributed"]
@@ -20,7 +20,7 @@ Partitions = Annotated[int, Range(1, 10_000, why="as no model has more layers")]
 MicroBatches = Annotated[int, Range(1, 100_000)]
 Replicas = Annotated[int, Range(1, 10_000, why="as no cluster has more machines")]
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
-SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
+SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule
 
 
 class Affects(Flag):
@@ -59,7 +59,7 @@ class PipelineSettings:
     recompute: Literal[RecomputeMode, "auto"] = field(metadata=STEP)
     executor: Executor = field(metadata=MACHINE)
     stages_per_process: Partitions | None = field(default=None, metadata=STEP)
-    placement: str | None = field(default=None, metadata=STEP)  # a name, or a file; None: what suits the schedule
+    placement: PlacementName | None = field(default=None, metadata=STEP)  # None: what suits the schedule
     seed: Annotated[int, Range(0, 2**32 - 1)] = field(metadata=MACHINE)
     precision: groups.Precision = field(default="float32", metadata=SECONDS)
     compile: bool = field(default=False, metadata=LAYERS)
@@ -77,13 +77,9 @@ class PipelineSettings:
     def schedule_is_file(self) -> bool:
         return self.schedule.endswith(SCHEDULE_FILE)
 
-    @property
-    def placement_is_file(self) -> bool:
-        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
-
     def _check_schedule(self) -> None:
-        """Raises InputError for a schedule or a placement that is neither a name nor a file, for two that do not go
-        together, and for a schedule that compiled layers cannot follow."""
+        """Raises InputError for a schedule that is neither a name nor a file, for a placement that does not go with it,
+        and for a schedule that compiled layers cannot follow."""
         if self.schedule not in SCHEDULES and not self.schedule_is_file:
             allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
             raise InvalidSettingError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
@@ -92,9 +88,6 @@ class PipelineSettings:
             raise InvalidSettingError("compile", True, f"{why}; use compile=false or schedule=1f1b")
         if (placement := self.placement) is None:
             return
-        if placement not in PLACEMENTS and not self.placement_is_file:
-            allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
-            raise InvalidSettingError("placement", placement, f"{allowed}; for example placement=looped")
         if self.schedule_is_file:
             why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
             raise InvalidSettingError("placement", placement, why)

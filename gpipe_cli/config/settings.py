@@ -513,6 +513,8 @@ def read_config(path: Path, fallbacks: Mapping[str, Any] | None = None) -> Train
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     values = plain_values(load_yaml(file))
+    if str(values.get("placement")).endswith(SCHEDULE_FILE):  # in runs of before; the placement changes no bit
+        values["placement"] = None
     refusals: dict[str, InvalidSettingError] = {}
     while True:
         try:

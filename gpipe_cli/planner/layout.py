@@ -16,7 +16,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.planner.data_sheet import number_of_gpus, with_data_sheet
-from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
+from gpipe_cli.planner.step_schedule import schedule_of_file
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.schedule.placement import PlacementName, place
 from gpipe_cli.system.accelerator import DEVICE_TYPE
@@ -264,8 +264,6 @@ def _rows(settings: PipelineSettings, places: int | None) -> tuple[int, ...]:
     partitions, per_process = settings.partitions, settings.stages_per_process
     if settings.schedule_is_file:
         return schedule_of_file(settings).row_of_stage
-    if settings.placement_is_file:
-        return placement_of_file(settings)
     if places is None:
         places = _order(settings).devices(partitions, per_process)
     if settings.schedule == "interleaved" and partitions % places:
@@ -284,17 +282,15 @@ def _order(settings: PipelineSettings) -> Order:
 
 
 def placement_of(settings: PipelineSettings) -> PlacementName:
-    """The placement that the settings name, or that suits the schedule. A file has no name: `_rows` reads it."""
+    """The placement that the settings name, or that suits the schedule."""
     given = settings.placement or _order(settings).placement
     default = "looped" if settings.schedule == AUTO_SCHEDULE else "neighbours"
     return given or default  # type: ignore[return-value]  # the settings were checked
 
 
-def _fixes_rows(settings: PipelineSettings) -> str | None:
-    """The setting that itself says how many devices there are, if any does: a file, or a schedule of its own shape."""
-    if settings.placement_is_file:
-        return "placement"
-    return "schedule" if settings.schedule_is_file or _order(settings).placement == "v" else None
+def _fixes_rows(settings: PipelineSettings) -> bool:
+    """Whether the schedule itself says how many devices there are: a file, or one of its own shape."""
+    return settings.schedule_is_file or _order(settings).placement == "v"
 
 
 def _check_stages_per_process(settings: PipelineSettings) -> None:
@@ -302,9 +298,10 @@ def _check_stages_per_process(settings: PipelineSettings) -> None:
     partitions, per_process = settings.partitions, settings.stages_per_process
     if per_process is None:
         return
-    if settings.schedule_is_file or settings.placement_is_file:
-        given = f"schedule={settings.schedule}" if settings.schedule_is_file else f"placement={settings.placement}"
-        raise InvalidSettingError("stages_per_process", per_process, f"{given} says it; leave it out")
+    if settings.schedule_is_file:
+        raise InvalidSettingError(
+            "stages_per_process", per_process, f"schedule={settings.schedule} says it; leave it out"
+        )
     if _order(settings).placement == "v" and per_process != 2:
         raise InvalidSettingError(
             "stages_per_process", per_process, f"schedule={settings.schedule} has two; leave it out"
@@ -346,9 +343,9 @@ def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: T
     processes = torchrun.world_size // replicas
     if per_process is not None and processes != rows:
         raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
-    if (setting := _fixes_rows(settings)) and 1 < processes != rows:
+    if _fixes_rows(settings) and 1 < processes != rows:
         why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
-        raise InvalidSettingError(setting, getattr(settings, setting), why)
+        raise InvalidSettingError("schedule", settings.schedule, why)
     return processes
 
 

@@ -8,7 +8,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.schedule.dependencies import ScheduleError, check
 from gpipe_cli.schedule.schedule import RecomputePlan, Schedule, with_recomputation
-from gpipe_cli.schedule.schedule_file import read_placement, read_schedule
+from gpipe_cli.schedule.schedule_file import read_schedule
 
 
 def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
@@ -27,14 +27,6 @@ def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
     return samples / (pieces if config.batch_size is None else min(pieces, samples))
 
 
-def check_schedule_files(config: TrainConfig) -> None:
-    """Raises InvalidSettingError for a file with a schedule or a placement that does not fit the other settings."""
-    if config.schedule_is_file:
-        schedule_of_file(config)
-    elif config.placement_is_file:
-        placement_of_file(config)
-
-
 def schedule_of_file(settings: PipelineSettings) -> Schedule:
     """The schedule in the file that `schedule` names. Raises InvalidSettingError if it does not fit the other
     settings."""
@@ -46,15 +38,6 @@ def schedule_of_file(settings: PipelineSettings) -> Schedule:
         why = f"schedule={settings.schedule} cuts backwards in two, and compiled code cannot be cut"
         raise InvalidSettingError("compile", True, f"{why}; use compile=false")
     return schedule
-
-
-def placement_of_file(settings: PipelineSettings) -> tuple[int, ...]:
-    """The device of each stage, by the file that `placement` names. Raises InvalidSettingError if it does not fit."""
-    assert settings.placement is not None
-    try:
-        return read_placement(settings.placement, settings.partitions)
-    except ScheduleError as error:
-        raise InvalidSettingError("placement", settings.placement, error.what) from None
 
 
 @lru_cache(maxsize=16)  # they can be large

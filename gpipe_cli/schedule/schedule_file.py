@@ -6,30 +6,23 @@ which is what torch does unless a program overlaps the two itself. Cells with co
 weights (`0UNSHARD`), which torch writes unless it is told `compute_only`, are skipped: here both follow from the order.
 
 Recomputations (`1R0`) are our extension. A file with any has to list all; for a file without, `recompute` decides.
-
-A placement is such a file, too: all that counts is which row a stage is in. So a cell may also be a stage alone (`7`).
 """
 
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
 
 from gpipe_cli.schedule.dependencies import ScheduleError, check, clock, topological_order
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.system.files import read_text
 
-T = TypeVar("T")
-
 _ACTION = re.compile(r"([0-9]{1,6})([FRBIW])([0-9]{1,6})")
 _OVERLAPPED_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]{1,6}(?:(?:SEND|RECV)_[FB][0-9]{1,6}|UNSHARD|RESHARD|REDUCE_GRAD)")
-_STAGE = re.compile(r"[0-9]{1,6}")
-_AN_ACTION = "a stage, one of F R B I W and a micro-batch: 0F0"
 
 
 @lru_cache
@@ -38,7 +31,7 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
 
     Raises ScheduleError, which says what is wrong and where, but does not name the file.
     """
-    rows = _parse_rows(path, _parse_actions, f"empty, or {_AN_ACTION}")
+    rows = _parse_rows(path)
     if not rows:
         raise ScheduleError("has no action; gpipe plan write_schedule=FILE.csv writes some")
     schedule = Schedule(map(tuple, rows))
@@ -50,44 +43,28 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     return schedule
 
 
-def read_placement(path: str, partitions: int) -> tuple[int, ...]:
-    """The device of each of this number of stages, by the file `path`. Raises ScheduleError, as `read_schedule`."""
-    device_of_stage: dict[int, int] = {}
-    for device, stages in enumerate(_parse_rows(path, _parse_stages, f"empty, or a stage (0), or {_AN_ACTION}")):
-        for stage in stages:
-            if device_of_stage.setdefault(stage, device) != device:
-                rows = f"rows {device_of_stage[stage]} and {device}"
-                raise ScheduleError(f"has stage {stage} in {rows}; leave it in the row of the device that computes it")
-    if not device_of_stage:
-        raise ScheduleError("has no stage; write those of each device in a row")
-    _check_number("partitions", 1 + max(device_of_stage), partitions)
-    for stage in range(partitions):
-        if stage not in device_of_stage:
-            raise ScheduleError(f"has no stage {stage}; add it to a row")
-    return tuple(device_of_stage[stage] for stage in range(partitions))
-
-
 def _check_number(setting: str, number: int, given: int) -> None:
     if number != given:
         raise ScheduleError(f"has {number} {setting}, and {setting}={given}; use {setting}={number}")
 
 
-def _parse_rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str) -> list[list[T]]:
-    """What `parse` finds in the cells of each line that has any. Raises ScheduleError for a file that cannot be read,
-    and for a cell of which `parse` makes None."""
-    rows: list[list[T]] = []
-    parsed: dict[str, tuple[T, ...]] = {"": ()}
+def _parse_rows(path: str) -> list[list[Action]]:
+    """The actions of each line that has any. Raises ScheduleError for a file that cannot be read, and for a cell that
+    holds something else."""
+    rows: list[list[Action]] = []
+    parsed: dict[str, tuple[Action, ...]] = {"": ()}
     duplicates: set[str] = set()
     try:
         lines = csv.reader(io.StringIO(read_text(Path(path))))
         for cells in lines:
-            row: list[T] = []
+            row: list[Action] = []
             for column, cell in enumerate(map(str.strip, cells), start=1):
                 if cell not in parsed:
-                    if (values := parse(cell)) is None:
+                    if (actions := _parse_actions(cell)) is None:
                         where = f"line {lines.line_num}, cell {column}"
+                        allowed = "empty, or a stage, one of F R B I W and a micro-batch: 0F0"
                         raise ScheduleError(f"{where} is {cell[:40]!r}; a cell is {allowed}")
-                    row += parsed.setdefault(cell, values)
+                    row += parsed.setdefault(cell, actions)
                 elif (
                     cell and cell not in duplicates
                 ):  # a duplicate is error enough; the grid of a million takes minutes
@@ -109,14 +86,6 @@ def _parse_actions(cell: str) -> tuple[Action, ...] | None:
         first, second = map(_parse_actions, match.groups())
         return first + second if first and second else None
     return () if _COMMUNICATION.fullmatch(cell) else None
-
-
-def _parse_stages(cell: str) -> tuple[int, ...] | None:
-    """The stages that a cell names; None if it is none."""
-    if _STAGE.fullmatch(cell):
-        return (int(cell),)
-    actions = _parse_actions(cell)
-    return None if actions is None else tuple(action.stage for action in actions)
 
 
 def schedule_to_csv(schedule: Schedule, row_of_stage: Sequence[int] = ()) -> str:

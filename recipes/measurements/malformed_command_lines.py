@@ -156,17 +156,7 @@ WORDS: dict[str, Sequence[str]] = {
     "form": ("xml", "JSON", "json,csv", "[json]", "''"),
     "hf": tuple(name.split("/")[1] for name in FILES if name.startswith("hf/")),
     "skip": ("never", "before", "twice", "shapes", "cat", "broadcast", "mul", "function", "inside"),
-    "placement": (
-        "gone.csv",
-        "words.csv",
-        "negative.csv",
-        "gap.csv",
-        "row.csv",
-        "latin1.csv",
-        "folder",
-        "diagonal",
-        "V",
-    ),
+    "placement": ("gone.csv", "diagonal", "V"),
     "masks": (*PICTURES, "nowhere"),
     "recipe": ("table1_amoebanet", "breakdown", "consistency", "multilingual_400m"),
 }

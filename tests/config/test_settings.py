@@ -137,13 +137,13 @@ def test_class_folders_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_run_from_before_a_setting_can_be_resumed(tmp_path: Path) -> None:
-    """`stages_per_process: the setting is missing; give ...`, and giving it did not help."""
+    """`stages_per_process: the setting is missing; give ...`, and giving it did not help. A placement may be a file."""
     config = train()
     since = ("precision", "deterministic", "compile", "stages_per_process", "  tf32_tflops", "  bfloat16_tflops")
     lines = to_yaml(config).splitlines(keepends=True)
     older = [line for line in lines if not line.startswith(tuple(f"{key}:" for key in since))]
     assert len(older) == len(lines) - len(since)
-    (tmp_path / "config.yaml").write_text("".join(older))
+    (tmp_path / "config.yaml").write_text("".join(older).replace("placement: null", "placement: own.csv"))
     assert load_run_config(tmp_path) == config
 
 

@@ -40,14 +40,13 @@ def test_processes_follow_the_executor() -> None:
         (0, "partitions=4 schedule=interleaved", (0, 1, 0, 1), None),
         (8, "partitions=4 schedule=interleaved", (0, 1, 0, 1), "0 1 0 1"),
         (8, "partitions=4 schedule=interleaved executor=in_process", (0, 0, 0, 0), "0 1 0 1"),
-        (8, "partitions=4 placement=own.csv", (1, 0, 0, 1), "1 0 0 1"),
-        (0, "partitions=4 placement=own.csv schedule=auto", (1, 0, 0, 1), None),
+        (8, "partitions=4 schedule=own.csv micro_batches=1", (1, 0, 0, 1), "1 0 0 1"),
     ],
 )
 def test_stages_share_gpus_and_processes(
     gpus: int, settings: str, rank_of_stage: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
+    Path("own.csv").write_text("1F0,2F0,2B0,1B0\n0F0,3F0,3B0,0B0\n", encoding="utf-8")
     monkeypatch.setattr(layout, "number_of_gpus", lambda config: gpus)
     found = layout_of(configure(*TINY, *settings.split()))
     assert found.rank_of_stage == rank_of_stage

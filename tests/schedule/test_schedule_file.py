@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpipe_cli.schedule.dependencies import ScheduleError, check, topological_order
 from gpipe_cli.schedule.named_schedules import SCHEDULES
 from gpipe_cli.schedule.schedule import RECOMPUTE_MODES, Kind, Schedule
-from gpipe_cli.schedule.schedule_file import read_placement, read_schedule, schedule_to_csv
+from gpipe_cli.schedule.schedule_file import read_schedule, schedule_to_csv
 
 
 def read(file: Path, partitions: int, micro_batches: int) -> Schedule:
@@ -91,7 +91,7 @@ def test_files_of_torch_are_read(devices: int, tmp_path: Path) -> None:
                 made._dump_csv(str(file), *form)
                 found = read(file, len(rows), micro_batches)
                 assert [[str(a) for a in row] for row in found] == actions
-                assert found.row_of_stage == read_placement(str(file), len(rows)) == rows
+                assert found.row_of_stage == rows
             for stage in found.stages:  # gradients are summed as in gpipe or in 1f1b, and have the same bits
                 sums = [a.micro_batch for a in stage if a.kind in (Kind.B, Kind.W)]
                 assert sums == sorted(sums, reverse=kind is theirs.ScheduleLoopedBFS)
@@ -128,18 +128,3 @@ def test_a_file_that_is_no_schedule_of_the_training(text: str, line: str, tmp_pa
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ScheduleError, match=f"^schedule: {re.escape(line)}"):
         read(file, 2, 2)
-
-
-def test_a_placement_is_read(tmp_path: Path) -> None:
-    """Of stages alone, or of their actions."""
-    file = tmp_path / "placement.csv"
-    for text in ("0,3\n\n1,2\n", " 3 ,0F0,0F1\n1,2,2\n", "0F0,3B0\n(1F0;2B0)OVERLAP_F_B,1RECV_F0\n"):
-        file.write_text(text, encoding="utf-8")
-        assert read_placement(str(file), 4) == (0, 1, 1, 0)
-    for text, line in (
-        ("0,3\n1,x", "line 2, cell 2 is 'x'; a cell is empty, or a stage (0), or a stage, one of F R B I W and"),
-        ("0,3\n1,2,3", "has stage 3 in rows 0 and 1; leave it in the row of the device that computes it"),
-    ):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(ScheduleError, match=f"^schedule: {re.escape(line)}"):
-            read_placement(str(file), 4)
