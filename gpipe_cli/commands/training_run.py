@@ -46,7 +46,7 @@ from gpipe_cli.training.checkpoint.restore import (
 from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
-from gpipe_cli.training.milestones import initial_progress, progress_if_complete
+from gpipe_cli.training.milestones import progress_if_complete
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
@@ -205,7 +205,6 @@ def find_source(config: TrainConfig) -> Path | None:
         check_optimizer_state(config, saved)
         checkpoint = find_compatible_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told
-        initial_progress(config, checkpoint)  # refuses other mini-batches, before layers are timed
         if (best := missing_best_checkpoint(checkpoint)) is not None:
             show_error(f"warning: {best}: the best checkpoint no longer exists; the next evaluation is the best")
         return checkpoint

@@ -25,6 +25,7 @@ from gpipe_cli.config.pipeline_settings import (
     KERNELS,
     LAYERS,
     MACHINE,
+    SCHEDULE_FILE,
     SECONDS,
     STEP,
     SWEEP_DIR_SETTING,

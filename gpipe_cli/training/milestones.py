@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.errors import InputError, format_value
+from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint.files import (
     CorruptCheckpointError,
     Progress,
@@ -22,20 +22,10 @@ from gpipe_cli.training.checkpoint.files import (
 
 def initial_progress(config: TrainConfig, source: Path | None) -> Progress:
     """Where a run begins: the progress in the checkpoint `source` if it is resumed, otherwise step 0. Without its best
-    checkpoint, the run has no best until the next evaluation.
-
-    Raises InputError if a setting that determines the mini-batches differs from the resumed run's.
-    """
+    checkpoint, the run has no best until the next evaluation."""
     if config.resume is None or source is None:
-        return Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
+        return Progress(0, 0, 0, 0, 0, None, None)
     progress = read_index(source).progress
-    for setting in ("seed", "batch_size", "batch_tokens"):
-        given, saved = getattr(config, setting), getattr(progress, setting)
-        if given != saved:
-            raise InputError(
-                f"{setting}={format_value(given)}: the run that is resumed has {setting}={format_value(saved)}, "
-                "and its position in the data means something else with another; remove the setting"
-            )
     return (
         progress
         if missing_best_checkpoint(source) is None

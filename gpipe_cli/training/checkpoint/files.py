@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gpipe_cli.assembly.loss import NO_TOTALS, Totals
-from gpipe_cli.config.schema import Count, Range, parse_config
+from gpipe_cli.config.schema import Range, parse_config
 from gpipe_cli.errors import InputError, error_text, format_value
 from gpipe_cli.system.files import (
     NOT_RENAMED,
@@ -64,9 +64,6 @@ class Progress:
     step: NonNegativeInt
     epoch: NonNegativeInt
     position: NonNegativeInt
-    seed: Annotated[int, Range(0, 2**32 - 1)]
-    batch_size: Count | None
-    batch_tokens: Count | None
     steps_per_epoch: NonNegativeInt  # 0: not known before the data is open
     ema_updates: NonNegativeInt
     # on the validation set, or if there is none on the test set; greater is better: top-1, or for text minus the loss
@@ -385,6 +382,8 @@ def read_index(checkpoint: Path) -> Index:
             raise ValueError(f"it has format {format_value(written)}, this version of gpipe reads format {FORMAT}")
         if not isinstance(values.pop("config", None), str):  # for people only: `parse_config` takes no multi-line text
             raise ValueError("config: must be a text")
+        for key in ("seed", "batch_size", "batch_tokens"):  # in checkpoints of before; they are settings of the run
+            values.pop(key, None)
         progress = {key: values.pop(key) for key in Progress.__dataclass_fields__ if key in values}
         index = parse_config(Index, values | {"progress": progress})
         _check_index(index, checkpoint.resolve().name)
@@ -413,7 +412,6 @@ def _check_index(index: Index, folder: str) -> None:
             not 0 <= totals.top1 <= totals.top5 <= totals.elements
         ),
         f"ema_updates={at.ema_updates}: there were {at.step} steps": at.ema_updates > at.step,
-        "batch_size, batch_tokens: not one of them is null": (at.batch_size is None) == (at.batch_tokens is None),
         "files: a name is not a stage's": not all(_FILE.fullmatch(name) for name in names),
         "files: a name occurs twice": len({*names}) < len(names),
     }

@@ -6,6 +6,7 @@ Law 3: resumed with any cut, the weights end up bit-identical.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -174,16 +175,22 @@ _CHANGEABLE_SETTINGS = ("root", "cache", "download", "partial", "image_size", "a
 
 
 def check_same_data(config: TrainConfig, saved: TrainConfig) -> None:
-    """Raises InvalidSettingError if settings of the data set differ from the resumed run's, `saved`: its position in
-    the data, its targets or its scores would then mean something else."""
-    given, before = asdict(config.dataset), asdict(saved.dataset)
-    for key in ("name", *given):
-        if key in _CHANGEABLE_SETTINGS or given[key] == before.get(key):
-            continue
-        setting = "dataset" if key == "name" else f"dataset.{key}"
-        value = format_value(before.get(key))
-        why = f"the run that is resumed has {setting}={value}, on which its position in the data depends"
-        raise InvalidSettingError(setting, given[key], f"{why}; remove the setting")
+    """Raises InvalidSettingError if the settings of the data set or of mini-batches are not those of the resumed run,
+    `saved`: its position in the data, its targets or its scores would then mean something else."""
+    before = _data_settings(saved)
+    for setting, given in _data_settings(config).items():
+        if given != (was := before.get(setting)):
+            why = (
+                f"the run that is resumed has {setting}={format_value(was)}, on which its position in the data depends"
+            )
+            raise InvalidSettingError(setting, given, f"{why}; remove the setting")
+
+
+def _data_settings(config: TrainConfig) -> dict[str, Any]:
+    of_dataset = asdict(config.dataset)
+    fixed = {f"dataset.{key}": value for key, value in of_dataset.items() if key not in ("name", *_CHANGEABLE_SETTINGS)}
+    of_batches = {"seed": config.seed, "batch_size": config.batch_size, "batch_tokens": config.batch_tokens}
+    return {"dataset": of_dataset["name"], **fixed, **of_batches}
 
 
 def check_optimizer_state(config: TrainConfig, saved: TrainConfig) -> None:

@@ -38,7 +38,7 @@ def tensors(step: int) -> list[dict[str, torch.Tensor]]:
 def progress(step: int, best: int | None = None) -> files.Progress:
     totals = Totals(7, 0.1 + 0.2, 1 / 3, 2.0, 5.0)
     score = None if best is None else 0.5
-    return files.Progress(step, step // 3, step % 3, 7, 8, None, 3, step, score, best, epoch_totals=totals)
+    return files.Progress(step, step // 3, step % 3, 3, step, score, best, epoch_totals=totals)
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
