@@ -13,7 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import configure
 
-from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
+from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.mfu import StepFlops
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
@@ -24,6 +24,7 @@ from gpipe_cli.reporting.run.description import RunContext
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.schedule.breakdown import Breakdown
 from gpipe_cli.schedule.schedule import Action, Kind
+from gpipe_cli.schedule.simulator import StageCost
 from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone, TrainingReady
 
@@ -87,7 +88,7 @@ def plan(
     cost_source: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((0, 0),) * 5, **changes: Any
 ) -> Plan:
     """Of 60 ms a step, with these seconds of the forward and the backward of each layer."""
-    seconds = tuple(LayerSeconds(forward, forward, backward) for forward, backward in layers)
+    seconds = tuple(StageCost(forward, forward, backward) for forward, backward in layers)
     unread = dict.fromkeys((field.name for field in fields(Plan)), None)
     values: dict[str, Any] = {
         "config": configure(*SETTINGS),

@@ -16,18 +16,7 @@ from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.schedule.partitioner import SkipSends
-from gpipe_cli.schedule.simulator import EdgeCost, TieCost
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSeconds:
-    """Seconds of a layer for a micro-batch."""
-
-    forward: float  # a forward that keeps nothing
-    graph: float  # a forward that keeps what the backward needs, such as a recomputation
-    backward: float
-    inputs: float = 0.0  # gradients of inputs, which the previous stage waits for; 0 if backwards are not split
-    weights: float = 0.0  # gradients of weights
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost
 
 
 @dataclass(frozen=True)
@@ -53,10 +42,10 @@ class MeasuredCosts:
         """How many times as fast a process is with `threads` threads as with the threads that were timed."""
         return self.all_threads[1] if threads == self.all_threads[0] else 1.0
 
-    def of_layers(self, samples: float, faster: float = 1.0) -> tuple[LayerSeconds, ...]:
+    def of_layers(self, samples: float, faster: float = 1.0) -> tuple[StageCost, ...]:
         """The seconds of each layer for a micro-batch of `samples`, on a process that is `faster` times as fast."""
         return tuple(
-            LayerSeconds(*(self._seconds(*sizes, samples) / faster for sizes in zip(small, large, strict=True)))
+            StageCost(*(self._seconds(*sizes, samples) / faster for sizes in zip(small, large, strict=True)))
             for small, large in zip(*self.seconds, strict=True)
         )
 
@@ -72,7 +61,7 @@ class StepCosts:
 
     source: str  # a phrase: `hardware=cpu figures`
     cost_source: CostSource
-    layers: tuple[LayerSeconds, ...]
+    layers: tuple[StageCost, ...]
     updates: tuple[float, ...]  # seconds per step of the update of each layer's weights
     edges: tuple[EdgeCost, ...]  # transfers at each of the L - 1 places where the model may be cut
     slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; () without slowdown
@@ -149,7 +138,7 @@ def predicted_costs(
 
 def _by_rates(
     profile: ModelProfile, rates: DeviceRates, samples: float
-) -> tuple[tuple[LayerSeconds, ...], tuple[float, ...]]:
+) -> tuple[tuple[StageCost, ...], tuple[float, ...]]:
     """The seconds of each layer for a micro-batch of `samples`, and of the update of its weights."""
     layers, updates = [], []
     for cost, weights in zip(profile.costs, profile.weights, strict=True):
@@ -159,7 +148,7 @@ def _by_rates(
             if cost.split_backward is None
             else (cost.backward, cost.split_backward.inputs, cost.split_backward.weights)
         )
-        layers.append(LayerSeconds(forward, forward, *(rates.seconds(work, samples) for work in works)))
+        layers.append(StageCost(forward, forward, *(rates.seconds(work, samples) for work in works)))
         # weights, gradients and state are read, weights and state written
         moved_bytes = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
         update = OperationCounts({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved_bytes)})
@@ -188,7 +177,7 @@ def _tie_costs(profile: ModelProfile, latency: float, per_byte: float) -> tuple[
 def _divide_costs(costs: StepCosts, shares: Sequence[float], setting: str) -> StepCosts:
     """A cost model with the same total seconds, divided among layers in proportion to `shares`."""
     totals = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
-    layers = tuple(LayerSeconds(*(seconds * share / sum(shares) for seconds in totals)) for share in shares)
+    layers = tuple(StageCost(*(seconds * share / sum(shares) for seconds in totals)) for share in shares)
     return replace(costs, layers=layers, source=f"{costs.source}, shared out by {setting}", weighted_by=setting)
 
 

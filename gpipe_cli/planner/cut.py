@@ -110,7 +110,10 @@ def balance_layers(
 
 def work_of(costs: StepCosts, *, with_recompute: bool) -> list[float]:
     """The seconds of each layer for a micro-batch; `with_recompute`: with recomputation."""
-    return [layer.graph + layer.backward + (layer.forward if with_recompute else 0.0) for layer in costs.layers]
+    return [
+        cost.graph_seconds + cost.backward_seconds + (cost.forward_seconds if with_recompute else 0.0)
+        for cost in costs.layers
+    ]
 
 
 def sends_of(costs: StepCosts) -> dict[str, Any]:

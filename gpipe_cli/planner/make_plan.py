@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from gpipe_cli.config.settings import TrainConfig, single_device_baseline
 from gpipe_cli.distributed.torchrun_env import Torchrun
@@ -181,12 +181,8 @@ def _stages(cut: Cut) -> tuple[StageCost, ...]:
     """The cost of each stage."""
     costs = cut.costs
     return tuple(
-        StageCost(
-            sum(seconds.forward for seconds in costs.layers[first:end]),
-            sum(seconds.graph for seconds in costs.layers[first:end]),
-            sum(seconds.backward for seconds in costs.layers[first:end]),
-            sum(seconds.inputs for seconds in costs.layers[first:end]),
-            sum(seconds.weights for seconds in costs.layers[first:end]),
+        replace(
+            StageCost(*map(sum, zip(*map(astuple, costs.layers[first:end]), strict=True))),
             update_seconds=sum(costs.updates[first:end]),
             sum_seconds=sum(costs.sums[first:end]),
         )

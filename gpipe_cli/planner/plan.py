@@ -237,8 +237,8 @@ class Plan(Cut):
                 forward_flops=round(cost.forward.flops * self.samples),
                 saved_bytes=activations.held(at, at + 1).graph,
                 boundary_bytes=self._bytes(cost.outputs),
-                forward_seconds=self.costs.layers[at].graph,
-                backward_seconds=self.costs.layers[at].backward,
+                forward_seconds=self.costs.layers[at].graph_seconds,
+                backward_seconds=self.costs.layers[at].backward_seconds,
             )
             for stage, (first, end) in enumerate(self.bounds)
             for at, cost in enumerate(profile.costs[first:end], first)

@@ -6,12 +6,13 @@ depends on n, the samples of a micro-batch, is a pair: [base, each] for base + e
 """
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 from gpipe_cli.models.skips import Skip
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
+from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.cut import bounds_of, sends_of, work_of
 from gpipe_cli.planner.layout import placement_of
 from gpipe_cli.planner.make_plan import baseline_of
@@ -200,7 +201,7 @@ def _costs_of_micro_batches(plan: Plan, max_micro_batches: int) -> dict[str, Any
         offered = [1 << power for power in range(7)]
     offered = sorted({m for m in offered if m <= max_micro_batches} | {plan.micro_batches})
     costs_offered = [_costs(plan, m) for m in offered]
-    split = any(layer.inputs or layer.weights for layer in plan.costs.layers)
+    split = any(layer.inputs_seconds or layer.weights_seconds for layer in plan.costs.layers)
     free = EdgeCost(0.0, 0.0)
     columns = [
         tuple((costs.layers[at], costs.edges[at] if at < layers - 1 else free) for costs in costs_offered)
@@ -211,18 +212,13 @@ def _costs_of_micro_batches(plan: Plan, max_micro_batches: int) -> dict[str, Any
         "kinds": [kinds[column] for column in columns],
         "of": {
             str(m): {
-                "layers": [_seconds(column[at][0], split) for column in kinds],
+                "layers": [astuple(column[at][0])[: 5 if split else 3] for column in kinds],
                 "edges": [[column[at][1].forward_seconds, column[at][1].backward_seconds] for column in kinds],
                 "skips": [[skip.forward, skip.backward] for skip in costs_offered[at].skips],
             }
             for at, m in enumerate(offered)
         },
     }
-
-
-def _seconds(layer: LayerSeconds, split: bool) -> list[float]:
-    halves = [layer.inputs, layer.weights] if split else []
-    return [layer.forward, layer.graph, layer.backward, *halves]
 
 
 def _costs(plan: Plan, micro_batches: int) -> StepCosts:

@@ -26,12 +26,12 @@ from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds that a micro-batch takes on a stage while no other device computes."""
+    """Seconds that a micro-batch takes on a stage, or on a layer, while no other device computes."""
 
     forward_seconds: float  # a forward that keeps nothing but its input
     graph_seconds: float  # a forward that keeps its graph; a recomputation takes as long
     backward_seconds: float
-    inputs_seconds: float = 0.0  # the first half of a split backward (I)
+    inputs_seconds: float = 0.0  # the first half of a split backward (I); 0 if backwards are not split
     weights_seconds: float = 0.0  # the second half (W)
     update_seconds: float = 0.0  # to update its weights, once, after the last action of its device
     sum_seconds: float = 0.0  # to sum its gradients over replicas, once, after its last action

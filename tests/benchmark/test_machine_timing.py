@@ -56,8 +56,8 @@ def test_every_layer_is_timed_once_for_all_micro_batches(cache: Path) -> None:
     assert costs.cost_source == "timed_layers"
     assert costs.source == "layers timed on this machine, 2 and 4 samples at a time"
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
-    assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
-    assert [s.backward > 0 for s in costs.layers] == [False] + [True] * 6
+    assert all(min(s.forward_seconds, s.graph_seconds) > 0 for s in costs.layers)
+    assert [s.backward_seconds > 0 for s in costs.layers] == [False] + [True] * 6
     assert min(costs.updates) > 0, "also of the frozen layer: that of its moving averages"
     assert costs.set_up > 0
     assert costs.slowdown == () or 1.0 == costs.slowdown[0] <= costs.slowdown[1]
@@ -86,7 +86,9 @@ def test_every_layer_is_timed_once_for_all_micro_batches(cache: Path) -> None:
 def test_both_halves_of_a_backward_are_timed_where_it_is_split() -> None:
     split = configure(*TINY, "freeze=[stem]", "executor=in_process", "schedule=zero_bubble")
     costs, _ = timed(split, profile_model(split))
-    assert [(s.inputs > 0, s.weights > 0) for s in costs.layers] == [(False, False)] + [(True, True)] * 6
+    assert [(cost.inputs_seconds > 0, cost.weights_seconds > 0) for cost in costs.layers] == [(False, False)] + [
+        (True, True)
+    ] * 6
 
 
 def test_where_stages_are_replayed_layers_are_timed_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +133,7 @@ def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch:
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * available)
     costs, _ = timed(config, profile)
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
-    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers[1:])
+    assert all(min(s.forward_seconds, s.graph_seconds, s.backward_seconds) > 0 for s in costs.layers[1:])
     assert max(edge.forward_seconds for edge in costs.edges) == 0
 
 
@@ -211,7 +213,7 @@ def test_of_different_gpus_the_slowest_counts(cache: Path, gpus: list[Gpu]) -> N
     config = configure(*GPU_SETTINGS, "precision=bfloat16")
     profile = profile_model(config)
     costs, lines = timed(config, profile)
-    assert [layer.backward for layer in costs.layers] == pytest.approx([SECONDS[OTHER]] * len(profile.costs))
+    assert [layer.backward_seconds for layer in costs.layers] == pytest.approx([SECONDS[OTHER]] * len(profile.costs))
     assert isinstance(costs.rates, MeasuredCosts)
     assert (costs.rates.link_seconds, costs.rates.link_byte_seconds) == (1e-5, pytest.approx(1 / 3e11))
     assert len(lines) == 1

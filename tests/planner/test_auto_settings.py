@@ -12,9 +12,10 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.planner.auto_settings import NothingFitsError, _training_samples, choose, solve_max_model
-from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
+from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.schedule.simulator import StageCost
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
 LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=2", "model.length=16",
@@ -33,7 +34,7 @@ def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
     def costs_of(config: TrainConfig, profile: ModelProfile, layout: Layout) -> StepCosts:
         of_figures = predicted_costs(config, profile, layout)
         each = 1e-3 * config.batch_size / config.micro_batches + seconds  # type: ignore[operator]
-        layers = (LayerSeconds(each, each, 2 * each),) * len(profile.costs)
+        layers = (StageCost(each, each, 2 * each),) * len(profile.costs)
         return StepCosts("made up", "data_sheet", layers, (0.0,) * len(layers), of_figures.edges, ())
 
     return costs_of

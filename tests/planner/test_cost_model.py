@@ -11,7 +11,6 @@ from training_runs import configure
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.errors import format_value
 from gpipe_cli.planner.cost_model import (
-    LayerSeconds,
     MeasuredCosts,
     StepCosts,
     predicted_costs,
@@ -24,7 +23,7 @@ from gpipe_cli.planner.device_rates import (
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.schedule.simulator import EdgeCost
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost
 
 
 def by_rates(profile: ModelProfile, rates: DeviceRates, partitions: int = 1) -> StepCosts:
@@ -44,7 +43,7 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
         expected = sum(
             max(2 * each.flops / 2e12, (2 * each.bytes + each.fixed_bytes) / 4e9) + each.count * 3e-6 for each in kinds
         )
-        assert seconds.forward == seconds.graph == pytest.approx(expected)
+        assert seconds.forward_seconds == seconds.graph_seconds == pytest.approx(expected)
     for cost, edge in zip(traced().costs, costs.edges, strict=False):
         sent = sum(tensor.bytes(2) for tensor in cost.outputs)
         returned = sum(tensor.bytes(2) for tensor in cost.outputs if tensor.has_gradient)
@@ -96,7 +95,7 @@ def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportio
     layout = replace(layout_of(config), concurrent_devices=3)
     predicted = partial(predicted_costs, config, traced(), layout)
     costs = predicted(timed(1.0, 2.0, 3.0))
-    assert costs.layers[0] == LayerSeconds(1.0, 2.0, 3.0), "of micro-batches of two samples"
+    assert costs.layers[0] == StageCost(1.0, 2.0, 3.0), "of micro-batches of two samples"
     assert costs.slowdown[:3] == pytest.approx((1.0, 1.1, 1.2))
     assert (costs.updates[0], costs.set_up) == (0.1, 0.25)
     sent = sum(tensor.bytes(2) for tensor in traced().costs[0].outputs)
@@ -106,7 +105,7 @@ def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportio
     faster = replace(timed(1.0, 2.0, 3.0), samples=(4, 8))  # than in proportion: no layer takes less than nothing
     assert predicted(faster, samples=1).layers[0].forward == pytest.approx(0.25)
     costs = predicted_costs(config, traced(), replace(layout, threads=8), timed(1.0, 2.0, 3.0))  # all of the machine
-    assert (costs.layers[0], costs.updates[0]) == (LayerSeconds(0.5, 1.0, 1.5), 0.05)
+    assert (costs.layers[0], costs.updates[0]) == (StageCost(0.5, 1.0, 1.5), 0.05)
     alone = configure(*EVEN, "partitions=1", "threads=1")
     costs = predicted_costs(alone, traced(), layout_of(alone), timed(1.0, 2.0, 3.0))
     assert (costs.slowdown[0], costs.edges[0]) == (1.0, EdgeCost(0.0, 0.0))
@@ -119,17 +118,18 @@ def test_the_halves_of_backwards() -> None:
     costs = by_rates(profile, rates)
     for cost, seconds in zip(profile.costs, costs.layers, strict=True):
         assert cost.split_backward is not None
-        assert seconds.inputs == pytest.approx(rates.seconds(cost.split_backward.inputs, 2))
-        assert seconds.weights == pytest.approx(rates.seconds(cost.split_backward.weights, 2))
-        assert 0 < seconds.weights < seconds.backward < 1.5 * (seconds.inputs + seconds.weights)
+        assert seconds.inputs_seconds == pytest.approx(rates.seconds(cost.split_backward.inputs, 2))
+        assert seconds.weights_seconds == pytest.approx(rates.seconds(cost.split_backward.weights, 2))
+        both = seconds.inputs_seconds + seconds.weights_seconds
+        assert 0 < seconds.weights_seconds < seconds.backward_seconds < 1.5 * both
         assert cost.split_backward.inputs.flops + cost.split_backward.weights.flops == pytest.approx(
             cost.backward.flops
         )
     whole = by_rates(traced(), rates).layers
-    assert all((seconds.inputs, seconds.weights) == (0.0, 0.0) for seconds in whole)
+    assert all((seconds.inputs_seconds, seconds.weights_seconds) == (0.0, 0.0) for seconds in whole)
     config = configure(*EVEN, "partitions=1")
     costs = predicted_costs(config, profile, layout_of(config), timed(1.0, 2.0, 3.0, 2.5, 1.0))
-    assert costs.layers[0] == LayerSeconds(1.0, 2.0, 3.0, 2.5, 1.0)
+    assert costs.layers[0] == StageCost(1.0, 2.0, 3.0, 2.5, 1.0)
 
 
 def test_the_users_costs_of_layers_decide_the_cut() -> None:
@@ -144,7 +144,7 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
     assert [found.weighted_by for found in costs] == ["", "partition.costs", "gpipe_cost of the layers"]
     assert balances[0] != (7, 1)
     assert balances[1:] == [(7, 1), (7, 1)]
-    work = [[layer.graph + layer.backward for layer in found.layers] for found in costs]
+    work = [[layer.graph_seconds + layer.backward_seconds for layer in found.layers] for found in costs]
     assert work[1] == work[2] == pytest.approx([sum(work[0]) * cost / 6 for cost in given])
 
 

@@ -6,14 +6,14 @@ import pytest
 from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
-from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
+from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import spec_from_plan
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.schedule.schedule import Kind
-from gpipe_cli.schedule.simulator import EdgeCost
+from gpipe_cli.schedule.simulator import EdgeCost, StageCost
 
 MIB = 2**20
 
@@ -28,7 +28,7 @@ def planned(*settings: str, limit: float | None = None) -> Plan:
 def equal_costs(profile: ModelProfile) -> StepCosts:
     """A second for each layer, two for its backward, free transfers."""
     count = len(profile.costs)
-    layers = (LayerSeconds(1.0, 1.0, 2.0),) * count
+    layers = (StageCost(1.0, 1.0, 2.0),) * count
     return StepCosts("none", "data_sheet", layers, (0.0,) * count, (EdgeCost(0.0, 0.0),) * (count - 1), ())
 
 
