@@ -55,7 +55,9 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
     rates = [rates_of_data_sheet(cpu, threads) for threads in (1, 4)]
     one, four = (by_rates(traced(), rate) for rate in rates)
-    assert [slow.backward for slow in one.layers] == pytest.approx([4 * fast.backward for fast in four.layers])
+    assert [slow.backward_seconds for slow in one.layers] == pytest.approx(
+        [4 * fast.backward_seconds for fast in four.layers]
+    )
 
 
 def test_stages_that_take_turns_take_the_time_of_all() -> None:
@@ -101,9 +103,9 @@ def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportio
     sent = sum(tensor.bytes(2) for tensor in traced().costs[0].outputs)
     assert costs.edges[0].forward_seconds == pytest.approx(0.5 + sent * 1e-6)
     for samples, forward in ((1, 2 / 3), (5, 2.0), (8, 3.0), (32, 11.0)):
-        assert predicted(timed(1.0, 2.0, 3.0), samples=samples).layers[0].forward == pytest.approx(forward)
+        assert predicted(timed(1.0, 2.0, 3.0), samples=samples).layers[0].forward_seconds == pytest.approx(forward)
     faster = replace(timed(1.0, 2.0, 3.0), samples=(4, 8))  # than in proportion: no layer takes less than nothing
-    assert predicted(faster, samples=1).layers[0].forward == pytest.approx(0.25)
+    assert predicted(faster, samples=1).layers[0].forward_seconds == pytest.approx(0.25)
     costs = predicted_costs(config, traced(), replace(layout, threads=8), timed(1.0, 2.0, 3.0))  # all of the machine
     assert (costs.layers[0], costs.updates[0]) == (StageCost(0.5, 1.0, 1.5), 0.05)
     alone = configure(*EVEN, "partitions=1", "threads=1")
