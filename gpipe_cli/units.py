@@ -25,9 +25,9 @@ def operations(number: float) -> str:
     return f"{number:.0f}"
 
 
-def percent(share: float | None, digits: int = 1) -> str:
+def percent(share: float | None) -> str:
     """`98.6 %` for 0.986; `-` for None."""
-    return "-" if share is None else f"{100 * share:.{digits}f} %"
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def memory_unit(max_bytes: float) -> tuple[int, str]:

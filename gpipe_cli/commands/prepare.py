@@ -1,7 +1,7 @@
 """What a command decides before anything runs: the `auto` settings, the plan, and the pipeline's spec."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.layout import Layout, default_threads, layout_of
-from gpipe_cli.planner.machine_settings import with_memory_format, with_threads
 from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, spec_from_plan
 from gpipe_cli.planner.plan import Choice, Plan
@@ -60,7 +59,7 @@ def prepare(
     is for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the
     memory.
     """
-    config = with_memory_format(config)
+    config = _with_memory_format(config)
     check_feasible(config, auto, torchrun)
     phase("tracing the layers, to know what each computes, keeps and sends")
     profile = profile_model(config)
@@ -69,7 +68,7 @@ def prepare(
     plan = choose(config, auto, profile, costs_of, torchrun, other_machine=other_machine)
     if plan.config.batch_size is not None:
         check_single_samples(plan.config, plan.config.batch_size, profile)
-    plan = with_threads(plan)
+    plan = replace(plan, config=replace(plan.config, threads=plan.layout.threads))
     config, spec = plan.config, spec_from_plan(plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
     notes += [("chosen", _choice_text(comparison)) for comparison in plan.choices]
@@ -79,6 +78,15 @@ def prepare(
     notes += [*_no_effect_notes(config, spec), *_threads_note(config, spec.layout.processes)]
     notes += [*_device_sharing_note(spec.layout), *_imbalance_notes(config, spec)]
     return PreparedRun(plan, spec, tuple(notes))
+
+
+def _with_memory_format(config: TrainConfig) -> TrainConfig:
+    """The settings with `contiguous` for images in float32 on the GPUs of this machine: cuDNN's kernels for channels
+    last are made for tensor cores, which do not multiply float32. It decides the last bits of results, as threads do,
+    so a run keeps both wherever it goes on."""
+    undecided = config.memory_format == "auto" and config.precision == "float32" and not config.text
+    on_gpu = config.hardware.is_this_machine and computes_on_gpu(config)
+    return replace(config, memory_format="contiguous") if undecided and on_gpu else config
 
 
 def check_feasible(config: TrainConfig, auto: Collection[str] = (), torchrun: Torchrun | None = None) -> None:

@@ -39,12 +39,12 @@ Positive = Annotated[float, Range(MIN_FLOAT, MAX_FLOAT, suggest=1)]
 NotNegative = Annotated[float, Range(0, MAX_FLOAT)]
 
 
-def parse_config(kind: type[T], values: Any, place: str = "") -> T:
-    """Converts nested dictionaries into the dataclass `kind` and those nested in it; `place`: the key of `values`.
+def parse_config(kind: type[T], values: Any) -> T:
+    """Converts nested dictionaries into the dataclass `kind` and those nested in it.
     Raises InvalidValueError for an unknown key (naming the nearest known key), a value still to be given (`???`), a
     wrong type or a value out of range; InputError for a key that is missing or another choice's, and for a
     contradiction."""
-    made: T = _convert(kind, values, place, setting_names(kind))
+    made: T = _convert(kind, values, "", setting_names(kind))
     return made
 
 
