@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from training_runs import assert_same_tensors, configure
+from training_runs import assert_same_tensors
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.runtime import deferred_batch_norm
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import (
     AllGather,
     BatchStatistics,
@@ -81,46 +79,6 @@ def test_every_norm_writes_to_an_aligned_address() -> None:
                 assert written is not None
                 assert written.shape == (norm.num_features,)
                 assert written.storage_offset() * written.itemsize % 128 == 0
-
-
-def misaligned_norms(settings: str) -> tuple[int, int]:
-    """How many norms of a model do not write to multiples of 16 bytes, and how many there are."""
-    model = build_model(configure("dataset=synthetic_images", *settings.split()))
-    statistics = BatchStatistics()
-    norms = defer_batch_norms(model, statistics)
-    with statistics.writing_to(statistics.moments_of(0)):
-        views = [statistics.slot(number, 2) for number in range(len(norms))]
-    return sum(any(view.storage_offset() * 4 % 16 for view in pair if view is not None) for pair in views), len(norms)
-
-
-@pytest.mark.parametrize("settings", [  # settings of conf/model and the recipes
-    *(f"model.normal_cells={cells} model.filters={filters} dataset.image_size={size}" for cells, filters, size in (
-        (3, 4, 16), (3, 4, 32), (3, 8, 16), (3, 16, 24), (6, 4, 16), (6, 16, 24), (6, 16, 128), (6, 32, 64),
-        (6, 32, 224), (6, 64, 128), (18, 208, 224), (18, 256, 224), (72, 512, 224),
-    )),
-    "model.variant=b model.normal_cells=3 model.filters=4 dataset.image_size=16",
-    "model.variant=b model.normal_cells=18 model.filters=512 dataset.image_size=480 model.auxiliary_head=true",
-    *(f"model=resnet model.depth={depth}" for depth in (18, 34, 50, 101, 152)),
-    *(f"model=timm model.name={name}" for name in ("efficientnet_b0", "resnext101_32x4d", "seresnext101_32x4d")),
-])  # fmt: skip
-def test_the_norms_of_every_model_write_to_aligned_addresses(settings: str) -> None:
-    """In every cut: each norm has a multiple of that many bytes."""
-    misaligned, norms = misaligned_norms(settings)
-    assert norms
-    assert misaligned == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        ("model.normal_cells=6 model.filters=16 dataset.image_size=128", (119, 119)),
-        ("model.normal_cells=18 model.filters=208 dataset.image_size=224", (275, 275)),
-        ("model.normal_cells=3 model.filters=4 dataset.image_size=16", (20, 62)),
-    ],
-)
-def test_misaligned_norms_are_found(settings: str, found: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_batch_norm, "_ALIGNED_BYTES", 4)
-    assert misaligned_norms(settings) == found
 
 
 def test_a_large_mean_does_not_cancel_the_variance() -> None:

@@ -208,61 +208,26 @@ def test_what_cannot_be_replayed_runs_as_it_is(layer: nn.Module, cause: str) -> 
     assert replays > 0, "of the other stage"
 
 
-def _one_pool(patch: pytest.MonkeyPatch) -> Change:
-    shared = tape.Pool()
-    patch.setattr(tape.TapeMaker, "new_pool", lambda maker: shared)
-    return nothing
-
-
-def _frozen_number(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(Guards, "changed", lambda guards: "")
-    return scales
-
-
-def _moved_weights(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(Guards, "changed", lambda guards: "")
-    return moves_weights
-
-
-def _no_seed(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(tape.RngState, "manual_seed", lambda rng, seed: None)
-    return nothing
-
-
-def _no_copy(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(stage, "_copies", lambda tensors: tensors)
-    return nothing
-
-
-def _gradients_elsewhere(patch: pytest.MonkeyPatch) -> Change:
-    patch.setattr(StaticMemory, "use_gradients", lambda memory, parameters: None)
-    return nothing
-
-
-def _moments_of_recomputations(patch: pytest.MonkeyPatch) -> Change:
+def recompute_and_track(own: Stage, micro_batch: int) -> None:
     """A recomputation adds its moments as if the norm were applied once more."""
-    recompute = Stage.recompute
-
-    def recompute_and_track(own: Stage, micro_batch: int) -> None:
-        recompute(own, micro_batch)
-        slots, again = own.statistics.moments_of(micro_batch), own.statistics.new_moments()
-        for slot, tracked in zip(again, slots, strict=False):
-            slot.moments.copy_(tracked.moments)
-            slot.counts.update(tracked.counts)
-        slots += again
-
-    patch.setattr(Stage, "recompute", recompute_and_track)
-    return nothing
+    UNCHANGED_RECOMPUTE(own, micro_batch)
+    slots, again = own.statistics.moments_of(micro_batch), own.statistics.new_moments()
+    for slot, tracked in zip(again, slots, strict=False):
+        slot.moments.copy_(tracked.moments)
+        slot.counts.update(tracked.counts)
+    slots += again
 
 
-FAULTS = {
-    "one pool for two micro-batches": _one_pool,
-    "a number is frozen": _frozen_number,
-    "weights are read where they were": _moved_weights,
-    "a seed is not set": _no_seed,
-    "an output is not copied": _no_copy,
-    "gradients are added up elsewhere": _gradients_elsewhere,
-    "recomputations write moments": _moments_of_recomputations,
+UNCHANGED_RECOMPUTE, ONE_POOL = Stage.recompute, tape.Pool()
+# the fault: whose function is replaced, by what; and what the program changes between steps
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any], Change]] = {
+    "one pool for two micro-batches": (tape.TapeMaker, "new_pool", lambda maker: ONE_POOL, nothing),
+    "a number is frozen": (Guards, "changed", lambda guards: "", scales),
+    "weights are read where they were": (Guards, "changed", lambda guards: "", moves_weights),
+    "a seed is not set": (tape.RngState, "manual_seed", lambda rng, seed: None, nothing),
+    "an output is not copied": (stage, "_copies", lambda tensors: tensors, nothing),
+    "gradients are added up elsewhere": (StaticMemory, "use_gradients", lambda memory, parameters: None, nothing),
+    "recomputations write moments": (Stage, "recompute", recompute_and_track, nothing),
 }
 
 
@@ -270,7 +235,8 @@ FAULTS = {
 def test_a_planted_fault_is_found(fault: str) -> None:
     recompute: RecomputeMode = "never" if fault == "one pool for two micro-batches" else "always"
     with pytest.MonkeyPatch.context() as patch:
-        change = FAULTS[fault](patch)
+        *replaced, change = FAULTS[fault]
+        patch.setattr(*replaced)
         found, causes, _ = trained(change, graphs=True, recompute=recompute)
     expected, _, _ = trained(change, graphs=False, recompute=recompute)
     differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
@@ -492,28 +458,12 @@ class Configured(nn.Module):
         return x * self.options["scales"][0] * self.settings.scale * OPTIONS["scales"][0] * TEMPERATURE
 
 
-def _set_dict(layer: Configured, scale: float) -> None:
-    layer.options["scales"][0] = scale
-
-
-def _set_object(layer: Configured, scale: float) -> None:
-    layer.settings.scale = scale
-
-
-def _set_global(layer: Configured, scale: float) -> None:
-    globals()["TEMPERATURE"] = scale
-
-
-def _set_in_global(layer: Configured, scale: float) -> None:
-    OPTIONS["scales"][0] = scale
-
-
 VARIABLE = "a variable that its forward reads"
-SETTERS = {
-    "layer 4: options": _set_dict,
-    "layer 4: settings": _set_object,
-    f"layer 4: {VARIABLE}": _set_global,
-    f"layer 4: {VARIABLE}, in it": _set_in_global,
+SETTERS: dict[str, Callable[[Any, float], None]] = {
+    "layer 4: options": lambda layer, scale: layer.options.update(scales=[scale]),
+    "layer 4: settings": lambda layer, scale: setattr(layer.settings, "scale", scale),
+    f"layer 4: {VARIABLE}": lambda layer, scale: globals().update(TEMPERATURE=scale),
+    f"layer 4: {VARIABLE}, in it": lambda layer, scale: OPTIONS.update(scales=[scale]),
     f"layer 5: {VARIABLE}": lambda layer, scale: assign_enclosed(scale),
 }
 
