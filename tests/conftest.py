@@ -18,7 +18,7 @@ LONGEST = (
     "test_consistency", "test_fine_tuning", "test_reproduce_command", "test_pipeline", "test_laws", "test_races",
     "test_resuming", "test_what_belongs_to_a_run", "test_sweep", "test_plan_command", "test_check_against",
     "test_check_command", "test_replicas", "test_timm", "test_deadlocks", "test_training", "test_cli", "test_bench",
-    "test_models", "test_slurm", "test_extending", "test_skips", "test_tied_weights", "test_unwritten",
+    "test_slurm", "test_extending", "test_skips", "test_tied_weights", "test_unwritten",
     "test_background_writer", "test_notebook_objects", "test_next_commands", "test_random_orders",
 )  # fmt: skip
 

@@ -287,9 +287,6 @@ scales_in_place = network_with(lambda: Does(lambda x: (x.detach().mul_(0.5), x +
 # nor does torch's count of changes see this one
 halves_unseen = network_with(lambda: Does(lambda x: (x.data.mul_(0.5), x + 0)[1]))
 wants_no_values = network_with(lambda: Does(refuses_values))
-tracks = network_with(Tracking)
-
-
 norms_twice = network_with(Twice)
 
 

@@ -99,16 +99,6 @@ def test_a_training_refuses_a_layer_that_changes_its_input(model: str, layer: st
     assert "\n" not in str(refused.value)
 
 
-def test_what_layers_count_in_buffers_counts_once(tmp_path: Path) -> None:
-    """A recomputation counted it twice, without a word."""
-    settings = [*CUSTOM, "model.target=custom_models:tracks", "executor=in_process", "max_steps=2"]
-    train_here(configure(*settings, "partitions=2", "recompute=always"), tmp_path / "recomputed")
-    train_here(configure(*settings, "partitions=1", "recompute=never"), tmp_path / "kept")
-    expected = final_tensors(tmp_path / "kept")
-    assert expected["model/1.seen"] != 0
-    assert_same_tensors(final_tensors(tmp_path / "recomputed"), expected)
-
-
 def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     """Of one that goes on neither: it is watched again, since its code may be another."""
     settings = [*CUSTOM, "model.target=custom_models:odd", "executor=in_process", "partitions=3", "epochs=2"]

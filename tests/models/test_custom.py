@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_runs import TINY, configure, pipeline_of, state_of
 
 from gpipe_cli.config.groups import CustomConfig
 from gpipe_cli.errors import InputError
@@ -84,3 +85,13 @@ def test_refused(target: str, arguments: dict[str, object], message: str) -> Non
 def test_a_target_names_a_module_and_a_function() -> None:
     with pytest.raises(InputError, match=r"^model\.target=nets\.build: not of the form package\.module:function"):
         CustomConfig("custom", "nets.build", None, None)
+
+
+def test_the_seed_decides_a_custom_models_initial_values() -> None:
+    model = ["model=custom", "model.target=custom_models:small", "model.arguments={width: 5}"]
+    settings = [*TINY[2:], *model, "executor=in_process"]
+    one, same, other = (
+        state_of(pipeline_of(configure(*settings, f"seed={seed}")))["model/1.shift"] for seed in (3, 3, 4)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)

@@ -1,6 +1,6 @@
 """Models with long skips in whole trainings: planned to the byte, and sent past the layers between.
 
-That any cut gives the same weights is shown by `test_segmentation.py`.
+That any cut gives the same weights is shown by `test_check_matrix.py` and `pipeline/test_laws.py`.
 """
 
 import re
