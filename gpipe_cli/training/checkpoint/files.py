@@ -214,7 +214,8 @@ def checkpoint_write_errors(path: Path) -> Iterator[None]:
 def write_stage(staging: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
     """Write and fsync a stage's tensors, which are contiguous and on the CPU. Raises CheckpointError.
 
-    Python releases the GIL while it writes and hashes; safetensors' own writer, up to 0.7, blocks all other threads.
+    safetensors' own writer needs a second reading for the checksum, puts another file with another mode in the place of
+    the one that is there, and says why it fails in words only.
     """
     parts = safetensors_parts(tensors)
     path = staging / f"stage_{stage}.safetensors"
