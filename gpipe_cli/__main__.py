@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from gpipe_cli.errors import INTERRUPTED, STOPPED
+from gpipe_cli.system.interrupts import handled_signals
 
 
 def main() -> int:
@@ -18,7 +19,7 @@ def main() -> int:
         os.write(2, b"gpipe: interrupted\n" if number == signal.SIGINT else b"gpipe: stopped\n")
         os._exit(INTERRUPTED if number == signal.SIGINT else STOPPED)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = handled_signals()
     for number in numbers:
         signal.signal(number, leave)  # while modules are still being imported, nothing needs cleaning up
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's child: it would outlive a killed torchrun

@@ -3,7 +3,7 @@
 import unicodedata
 
 FAILED, BAD_INPUT = 1, 2
-STOPPED = 3  # by SIGTERM or SIGUSR1
+STOPPED = 3  # by SIGTERM, SIGUSR1 or SIGHUP
 INTERRUPTED, SIGPIPE_EXIT = 130, 141  # as shells report SIGINT and SIGPIPE; the latter: `gpipe ... | head`
 
 

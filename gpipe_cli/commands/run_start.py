@@ -15,7 +15,7 @@ from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.groups import IMAGE_DATASETS, ImagesConfig, model_name
 from gpipe_cli.config.settings import RESUME_AUTO, TrainConfig, find_run, resume_or_restart
-from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, may_restart, read_torchrun_env
+from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, may_restart
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import log, log_to_folder, show_line
@@ -26,9 +26,10 @@ from gpipe_cli.system.interrupts import import_in_thread
 from gpipe_cli.system.phase import name_long_phases
 
 
-def start_run(request: RunRequest, *typed: str, show_next_commands: bool = False) -> int:
-    """Train or measure; `typed`: the command line without `gpipe`; `show_next_commands`: the summary proposes commands
-    to type next. Returns the exit code; raises InputError for what the user can fix."""
+def start_run(request: RunRequest, *typed: str, single: bool = False) -> int:
+    """Train or measure; `typed`: the command line without `gpipe`; `single`: the command is for this training alone, so
+    that Ctrl-C leaves a checkpoint, and the summary proposes commands to type next. Returns the exit code; raises
+    InputError for what the user can fix."""
     started = datetime.now().astimezone()
     start = Start(format_second(started), shlex.join(["gpipe", *typed]), folder=os.getcwd())
     config = request.config
@@ -63,13 +64,7 @@ def start_run(request: RunRequest, *typed: str, show_next_commands: bool = False
             from gpipe_cli.commands.training_run import launch
 
             request = replace(request, config=config)
-            code = launch(
-                request,
-                folder,
-                start,
-                may_exist=may_exist,
-                show_next_commands=show_next_commands and not read_torchrun_env(),
-            )
+            code = launch(request, folder, start, may_exist=may_exist, single=single)
     if config.quiet and is_rank_zero() and (result := run_result_or_none(folder)) is not None:
         printed.write(f"{describe_outcome(result)[0]}, in {folder}\n")
     return code

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     cfg = sweep.compose(line, show)
     if cfg is None:
         return 1 if any(run.failed for run in sweep.runs) or {run.refused for run in sweep.runs} == {True} else 0
-    return start_run(make_request(cfg, line.overrides), "train", *arguments, show_next_commands=True)
+    return start_run(make_request(cfg, line.overrides), "train", *arguments, single=True)
 
 
 def make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> RunRequest:

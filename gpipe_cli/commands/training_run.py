@@ -1,5 +1,7 @@
 """The parent's side of a training or an evaluation: prepare, start the workers, watch them, report."""
 
+import signal
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +30,7 @@ from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.system.files import write_atomic
 from gpipe_cli.system.gpus import refresh_gpus
-from gpipe_cli.system.interrupts import StopRequested
+from gpipe_cli.system.interrupts import STOP_SIGNALS, StopRequested
 from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import (
     RUN_FOLDER_MISSING,
@@ -51,15 +53,12 @@ from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
 
-def launch(
-    request: RunRequest, folder: Path, start: Start, *, may_exist: bool, show_next_commands: bool = False
-) -> int:
-    """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
-    130 interrupted).
+def launch(request: RunRequest, folder: Path, start: Start, *, may_exist: bool, single: bool = False) -> int:
+    """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by one of STOPS, 130
+    interrupted).
 
     result.json records `start`; `may_exist`: `folder` may hold an earlier start of this run, to be resumed or complete
-    already; `show_next_commands`: as in `run_start.start_run`. Raises InputError for what the user can fix before
-    anything has run.
+    already; `single`: as in `run_start.start_run`. Raises InputError for what the user can fix before anything has run.
     """
     config = request.config
     if config.max_restarts and read_torchrun_env() is not None:
@@ -77,7 +76,7 @@ def launch(
             show_text(Console(), f"{folder}: {done}")
             return 0
         try:
-            return _train(request, folder, start, may_exist, show_next_commands, restarts)
+            return _train(request, folder, start, may_exist, single, restarts)
         except _ProcessLostError as error:
             lost = error
         fork_server.kill()  # whatever state it is in
@@ -121,12 +120,7 @@ class _ProcessLostError(Exception):
 
 
 def _train(
-    request: RunRequest,
-    folder: Path,
-    start: Start,
-    may_exist: bool,
-    show_next_commands: bool,
-    restarts: tuple[Restart, ...],
+    request: RunRequest, folder: Path, start: Start, may_exist: bool, single: bool, restarts: tuple[Restart, ...]
 ) -> int:
     """Run a single start of a training, from `prepare` to its end."""
     config, auto = request.config, request.auto
@@ -159,15 +153,18 @@ def _train(
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
         raise InvalidSettingError("run_folder", config.run_folder, why)
     task = partial(train, training, spec, decision, only_steps=not is_run)
+    show_next_commands = single and not read_torchrun_env()
     show = (
         run_report(prepared, folder, start, request.bench, restarts, show_next_commands=show_next_commands)
         if is_rank_zero()
         else NoReport()
     )
     resumable = is_run and len(restarts) < config.max_restarts
+    # a sweep ends at once by Ctrl-C, with all its runs
+    stops = (signal.SIGINT, *STOP_SIGNALS) if single else STOP_SIGNALS if is_run else ()
     try:
         return run_and_report(
-            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, resumable=resumable
+            task, spec, training.timeout_seconds, show, folder, decision.start, stops=stops, resumable=resumable
         )
     except _ProcessLostError as lost:
         show.break_off()
@@ -233,23 +230,24 @@ def run_and_report(
     folder: Path,
     start: str = "",
     *,
-    stoppable: bool = False,
+    stops: Collection[int] = (),
     resumable: bool = False,
 ) -> int:
     """Have the workers do `task`, and `show` what they report and how it ended; returns the exit code. The traceback of
-    a failure goes into `folder`. Raises InputError for what the user can fix before anything was shown and, if the run
-    `resumable` after the loss of a process, _ProcessLostError for that."""
-    stopped = False
+    a failure goes into `folder`; `stops`: as of `run_task`. Raises InputError for what the user can fix before anything
+    was shown and, if the run `resumable` after the loss of a process, _ProcessLostError for that."""
+    stopped: TrainingStopped | None = None
 
     def on_message(message: object) -> None:
         nonlocal stopped
-        stopped = stopped or isinstance(message, TrainingStopped)
+        if isinstance(message, TrainingStopped):
+            stopped = message
         show.on_message(message)
 
     why = ", so that stages can compute at once," if spec.layout.processes > 1 else ""
     phase(f"starting {plural(spec.layout.local_processes, 'process')}{why} and reading data")
     try:
-        failure = run_task(task, spec, timeout_seconds, on_message, start, stoppable=stoppable)
+        failure = run_task(task, spec, timeout_seconds, on_message, start, stops=stops)
     except KeyboardInterrupt as asked:
         if not show.started:
             raise
@@ -268,7 +266,7 @@ def run_and_report(
         return FAILED
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)
-        return STOPPED if stopped else 0
+        return 0 if stopped is None else STOPPED if stopped.signal in STOP_SIGNALS else INTERRUPTED
     if resumable and failure.reason in (Reason.LOST, Reason.ABORTED, Reason.PEER):
         raise _ProcessLostError(failure.text)
     if failure.reason is Reason.USER and not show.started:

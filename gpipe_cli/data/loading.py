@@ -27,6 +27,7 @@ from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.data.splits import SplitName
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.system.forked_call import end_with_parent
+from gpipe_cli.system.interrupts import STOP_SIGNALS
 
 _WITHOUT_SHARED_MEMORY = "make it larger (docker run --shm-size=1g), or use data_workers=0"
 
@@ -100,6 +101,8 @@ class PrefetchedBatches:
             why = f"these processes need semaphores in /dev/shm ({error.strerror}); {_WITHOUT_SHARED_MEMORY}"
             raise InvalidSettingError("data_workers", workers, why) from error
         signal.signal(signal.SIGCHLD, earlier_handler)
+        for worker in getattr(self._batches, "_workers", ()):
+            worker._popen.terminate = worker._popen.kill  # at an exit; a worker ignores SIGTERM
         self._peeked: tuple[Tensor, ...] | None = None
         self._forms: tuple[Tensor, ...] = ()  # of no samples, otherwise like the last batch taken
         self.unreadable = ""  # why the next batch cannot be read; "" if it can
@@ -201,9 +204,11 @@ class _Batches:
 
 
 def _set_up_worker(served: int, _worker: int) -> None:
-    """Run in each worker before its first batch: 1 thread, Ctrl-C ignored, killed when the process it serves ends."""
+    """Run in each worker before its first batch: 1 thread, killed when the process it serves ends, and by no signal to
+    all processes of the command before."""
     torch.set_num_threads(1)  # the other cores are for other workers and the pipeline
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves also gets it, and ends its workers
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _print_unless_connection_lost
     end_with_parent(served)
 

@@ -4,8 +4,8 @@ A single all-gather per step carries everything: the gradient norms, the loss (k
 With gradient clipping a second all-gather carries the norms before the update; while a checkpoint is being written,
 another follows each step. In a run of a single process the same calls return at once.
 
-Every gather also carries whether the sending process has a reason to stop: as all processes begin the same gathers, all
-stop after the same step.
+Every gather also carries the sending process's reason to stop, if it has one: as all processes begin the same gathers,
+all stop after the same step.
 """
 
 import time
@@ -50,7 +50,8 @@ class Activity:
 
 
 ACTIVITY_NUMBERS = len(fields(Activity))  # per process
-# The memory's last two numbers: messages of process 0 that the parent has handled, and 1 once the run is to stop.
+# The memory's last two numbers: messages of process 0 that the parent has handled, and the signal that has asked the
+# run to stop, 0 before.
 HANDLED, STOP = -2, -1
 
 BlockedOnContext = Callable[[BlockedOn], AbstractContextManager[object]]
@@ -58,12 +59,10 @@ Gathered = Callable[[], list[torch.Tensor]]  # waits, and returns the vector of 
 
 
 class Stop(IntEnum):
-    """Why a run is to stop after a step; a greater reason wins."""
+    """Why a run is to stop after a step, if no signal asks for it, whose number is smaller; a greater reason wins."""
 
-    NONE = 0
-    REQUEST_FILE = 1  # the user has asked for it
-    UNREADABLE = 2  # the next mini-batch cannot be read
-    EVALUATION_UNREADABLE = 3  # so that its scores mean nothing
+    UNREADABLE = 101  # the next mini-batch cannot be read
+    EVALUATION_UNREADABLE = 102  # so that its scores mean nothing
 
 
 class ControlGroup:
@@ -78,7 +77,7 @@ class ControlGroup:
     ) -> None:
         assert (group is None) == (size == 1)
         self.rank, self.size, self.blocked_on, self._group = rank, size, blocked_on, group
-        self.reason: Callable[[], Stop] = lambda: Stop.NONE  # why this process wants the run to stop
+        self.reason: Callable[[], int] = lambda: 0  # a signal that asks this process to stop, or a Stop; 0: neither
         self._last: Gathered | None = None
         self.clock_offset_seconds = self._clock_offset()
 
@@ -106,10 +105,10 @@ class ControlGroup:
         self._last = wait
         return lambda: [part[:-1] for part in wait()]
 
-    def any_stop_asked(self) -> Stop:
-        """The greatest reason to stop that any process had when it began the last gather. Waits for that gather; all
-        processes get the same answer."""
-        return Stop.NONE if self._last is None else Stop(max(int(part[-1]) for part in self._last()))
+    def any_stop_asked(self) -> int:
+        """The greatest reason to stop (a signal, or a Stop; 0: none) that any process had when it began the last gather.
+        Waits for that gather; all processes get the same answer."""
+        return 0 if self._last is None else max(int(part[-1]) for part in self._last())
 
     def collect(self, value: Any, *, patient: bool = False) -> list[Any]:
         """A small object from each process, by rank. `patient`: this waits however long a process takes."""

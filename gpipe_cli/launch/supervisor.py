@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Activity, BlockedOn
@@ -20,7 +20,7 @@ from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Kind
-from gpipe_cli.system.interrupts import Interrupt, StopRequested, catch_interrupts
+from gpipe_cli.system.interrupts import Interrupt, catch_interrupts, exception_of
 from gpipe_cli.training.events import StepRecorded
 from gpipe_cli.units import join_ranges
 
@@ -40,20 +40,20 @@ def run_task(
     on_message: OnMessage,
     start: str = "",
     *,
-    stoppable: bool = False,
+    stops: Collection[int] = (),
 ) -> Failure | None:
     """Start the workers of this spec (under torchrun: a single worker), and wait until they have done the task; returns
     why the run failed, None if it did not.
 
-    `on_message` is called with every message of the workers. A worker that is silent for `timeout_seconds` has failed.
-    `start`: the name of this start, under torchrun. SIGTERM and SIGUSR1 are passed on to a task that is `stoppable` and
-    has begun its first action; it then ends by itself. However this ends, even by Ctrl-C, no worker is left.
+    `on_message` is called with every message of the workers, and with SIGINT once that asks the task to end. A worker
+    that is silent for `timeout_seconds` has failed.
+    `start`: the name of this start, under torchrun. The signals in `stops` are passed on to the task once it has begun;
+    it then ends by itself. Ctrl-C passes on the first one only. However this ends, no worker is left.
 
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
-    supervisor = Supervisor(spec, timeout_seconds)
-    on_stop = supervisor.ask_to_stop if stoppable else None
-    with catch_interrupts(on_stop=on_stop) as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
+    supervisor = Supervisor(spec, timeout_seconds, stops)
+    with catch_interrupts(supervisor.takes) as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         torchrun = spec.layout.torchrun
         heartbeat = None if torchrun is None else Heartbeat(torchrun, start, timeout_seconds)
         failed = True
@@ -76,8 +76,9 @@ def run_task(
 class Supervisor:
     """The workers of this parent, from their start to their end."""
 
-    def __init__(self, spec: PipelineSpec, timeout_seconds: float) -> None:
+    def __init__(self, spec: PipelineSpec, timeout_seconds: float, stops: Collection[int]) -> None:
         self._spec, self._layout, self._timeout_seconds = spec, spec.layout, timeout_seconds
+        self._stops = stops
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # workers that may still send something
         self._failures: list[Failure] = []
@@ -95,14 +96,19 @@ class Supervisor:
             interrupt.check()
         self._running = dict(self._workers)
 
-    def ask_to_stop(self) -> None:
-        """Ask the workers to end after the current step."""
-        self._activity[STOP] = 1
+    def takes(self, number: int) -> bool:
+        """Whether signal `number` asks the workers to end after the current step, as this then does; not a Ctrl-C that
+        comes after such a signal."""
+        if number not in self._stops or (number == signal.SIGINT and self._activity[STOP]):
+            return False
+        self._activity[STOP] = self._activity[STOP] or number
+        return True
 
     def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
         """Pass on the workers' messages until all have done their task (returns None) or the run has failed."""
         deadline = float("inf")
         failed_at = 0.0
+        told = False
         silence = SilenceTimer(self._timeout_seconds, watches_all=self._layout.torchrun is None)
         while self._running and time.monotonic() < deadline:
             interrupt.check()
@@ -113,9 +119,11 @@ class Supervisor:
                 self._failures.append(self._silence_failure(*silent))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.find_lost()):
                 self._failures.append(self._loss_failure(*lost))
-            begun = any(activity.kind != 0 for activity in doing.values())
-            if self._activity[STOP] and not self._failures and doing and not begun:
-                raise StopRequested  # no step has begun, at whose end a worker would stop
+            if (number := self._activity[STOP]) and not self._failures and doing and not self._begun(doing):
+                raise exception_of(number)  # no step has begun, at whose end a worker would stop
+            if number == signal.SIGINT and not told:
+                on_message(signal.SIGINT)
+                told = True
             if self._failures:
                 writing = any(activity.blocked_on == BlockedOn.LAST_CHECKPOINT for activity in doing.values())
                 failed_at = failed_at or time.monotonic()
@@ -124,6 +132,10 @@ class Supervisor:
         if cause is not None and cause.reason in (Reason.ABORTED, Reason.PEER) and heartbeat is not None:
             return self._find_lost(heartbeat, interrupt) or cause
         return cause
+
+    def _begun(self, doing: Mapping[int, Activity]) -> bool:
+        """Whether the steps have begun: process 0 says so, the others have begun an action."""
+        return self._last is not None if 0 in self._workers else any(activity.kind for activity in doing.values())
 
     def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
         """The failure of the lost process, of another supervisor; this worker only knows that some process is lost."""

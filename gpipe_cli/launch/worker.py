@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gpipe_cli.data.cache import cache_folder
 from gpipe_cli.data.loading import LoaderDiedError, UnreadableError
-from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, BlockedOn, ControlGroup, Stop
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, BlockedOn, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
@@ -63,7 +63,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         if groups is not None:
             ties, skips = job.spec.stages_of_ties, job.spec.skips
             groups = groups.for_cut(job.rank, layout.rank_of_stage, devices[0], ties, skips)
-        control.reason = lambda: Stop.REQUEST_FILE if activity[STOP] else Stop.NONE
+        control.reason = lambda: activity[STOP]
         return control, groups
 
     sent = 0  # messages to the parent

@@ -1,5 +1,5 @@
-"""The signals that end a command as soon as it has cleaned up: Ctrl-C and SIGHUP (a closed terminal), SIGTERM and
-SIGUSR1 (SLURM, torchrun). A training that SIGTERM or SIGUSR1 ends writes a checkpoint first.
+"""The signals that end a command as soon as it has cleaned up: Ctrl-C, and SIGTERM, SIGUSR1 (SLURM, torchrun) and
+SIGHUP (a closed terminal). A training that they end writes a checkpoint first.
 """
 
 import gc
@@ -11,26 +11,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequested(KeyboardInterrupt):
-    """The command was asked to end by SIGTERM or SIGUSR1."""
+    """The command was asked to end by one of STOP_SIGNALS."""
 
 
 class Interrupt:
     """Remembers whether the command was asked to end, as an exception can be lost in a library's callback."""
 
-    def __init__(self, immediately: bool, on_stop: Callable[[], None] | None) -> None:
+    def __init__(self, takes: Callable[[int], bool]) -> None:
         self._asked: type[KeyboardInterrupt] | None = None
-        self._immediately, self._on_stop = immediately, on_stop
+        self._takes = takes
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number in STOP_SIGNALS and self._on_stop is not None:
-            self._on_stop()
-            return
-        self._asked = StopRequested if number in STOP_SIGNALS else KeyboardInterrupt
-        if self._immediately:
+        if not self._takes(number):
+            self._asked = exception_of(number)
             raise self._asked
 
     def check(self) -> None:
@@ -39,19 +36,29 @@ class Interrupt:
             raise self._asked
 
 
-@contextmanager
-def catch_interrupts(*, immediately: bool = True, on_stop: Callable[[], None] | None = None) -> Iterator[Interrupt]:
-    """While active, each signal raises KeyboardInterrupt, `immediately` or only in `check`; it is raised again if a
-    library turned it into another exception. SIGTERM and SIGUSR1 raise its subclass StopRequested or, with `on_stop`,
-    call that instead.
+def exception_of(number: int) -> type[KeyboardInterrupt]:
+    """What signal `number` raises."""
+    return StopRequested if number in STOP_SIGNALS else KeyboardInterrupt
+
+
+def handled_signals() -> list[signal.Signals]:
+    """The signals that end this command.
+
+    A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` must still end it. nohup, which
+    ignores SIGHUP so that the command continues, is respected.
     """
-    interrupt = Interrupt(immediately, on_stop)
-    # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` must still end it. nohup, which
-    # ignores SIGHUP so that the command continues, is respected.
-    numbers = [signal.SIGINT, *STOP_SIGNALS]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = [(number, signal.signal(number, interrupt)) for number in numbers]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in (signal.SIGINT, *STOP_SIGNALS) if not (number == signal.SIGHUP and ignores_hangup)]
+
+
+@contextmanager
+def catch_interrupts(takes: Callable[[int], bool] = lambda number: False) -> Iterator[Interrupt]:
+    """While active, each signal raises KeyboardInterrupt, those of STOP_SIGNALS its subclass StopRequested, unless
+    `takes(number)` returns True, as it has handled the signal; the exception is raised again if a library turned it into
+    another one.
+    """
+    interrupt = Interrupt(takes)
+    before = [(number, signal.signal(number, interrupt)) for number in handled_signals()]
     try:
         yield interrupt
     except Exception:
@@ -69,7 +76,7 @@ def defer_signals() -> Iterator[Callable[[], None]]:
 
     A signal mask would not do: it covers a single thread, and the kernel would hand the signal to NumPy's threads.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS)}
     ours = {number: handler for number, handler in handlers.items() if callable(handler)}
     waiting: list[int] = []
 

@@ -68,7 +68,7 @@ class SplitReader:
             return
         asked, prefetched.gives_zeros = control.reason, True
 
-        def reason() -> Stop:
+        def reason() -> int:
             unread = Stop.EVALUATION_UNREADABLE if prefetched.gave_zeros else Stop.UNREADABLE
             return unread if prefetched.unreadable else asked()
 

@@ -155,9 +155,10 @@ class CheckpointStalled:
 
 @dataclass(frozen=True)
 class TrainingStopped:
-    """The training was asked to stop, and ended before its last step with a checkpoint. Every process sends this."""
+    """The training was asked to stop by a signal, and ended before its last step with a checkpoint. Every process sends
+    this."""
 
-    step: int
+    signal: int
 
 
 @dataclass(frozen=True)

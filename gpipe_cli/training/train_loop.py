@@ -130,6 +130,7 @@ class Training:
     def run(self) -> None:
         """Run all steps, with the evaluations and checkpoints that are due after them."""
         begun = self.progress
+        reason = 0
         for epoch, position in self.readers.training.batches.stream(
             begun.epoch, begun.position, self.engine.config.epochs
         ):
@@ -152,7 +153,7 @@ class Training:
             self._checkpoint(best=best, save=saves)
             if ends or stops:
                 break
-        self._finish()
+        self._finish(0 if self.progress.step >= self.milestones.end_step else reason)
 
     def _step(self, epoch: int, position: int) -> None:
         """Train on a mini-batch, and report the previous step."""
@@ -242,16 +243,16 @@ class Training:
         if save:
             self.checkpoints.start(self.progress)
 
-    def _finish(self) -> None:
+    def _finish(self, stopped_by: int) -> None:
         """Complete the last checkpoint, score the test set if the validation set has chosen the best weights, and wait
-        for all processes before this process disconnects."""
-        ended = self.progress.step >= self.milestones.end_step
+        for all processes before this process disconnects. `stopped_by`: the signal that has ended the training early;
+        or 0."""
         self.checkpoints.close(self.progress.step)
         self.readers.training.check_read(self.engine.control)  # all splits share its loader
-        if ended and self.readers.validation is not None and not self.milestones.only_steps:
+        if stopped_by:
+            self.process.report(events.TrainingStopped(stopped_by))
+        elif self.readers.validation is not None and not self.milestones.only_steps:
             self._score_best()
-        if not ended:
-            self.process.report(events.TrainingStopped(self.progress.step))
         self.readers.training.close()
         self.engine.finish()
 

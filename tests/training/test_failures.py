@@ -21,6 +21,7 @@ from training_runs import (
     final_tensors,
     session_members,
     start_program,
+    steps_of,
     train_here,
     wait_until,
     workers_of,
@@ -84,28 +85,52 @@ def test_a_process_that_is_killed_or_stopped_ends_the_run_and_is_named(
 
 
 @linux
-def test_ctrl_c_ends_everything_and_the_checkpoint_stays(tmp_path: Path) -> None:
-    program = start_program("train", *ENDLESS, "data_workers=1", f"run_folder={tmp_path / 'run'}")
+def test_ctrl_c_ends_everything_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
+    """None was written, and all steps since the last one were lost. nohup's run goes on when its terminal closes."""
+    run, before = tmp_path / "run", signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    line = ["train", *ENDLESS, "checkpoint.every_steps=0", "checkpoint.every_epochs=0", "data_workers=1"]
+    program = start_program(*line, "evaluate_every_epochs=10000", "logger=[csv]", f"run_folder={run}")
+    signal.signal(signal.SIGHUP, before)
 
-    def is_running() -> bool:
-        assert program.poll() is None, program.communicate()
-        # the workers may be ahead of their parent, which has yet to import TensorBoard and to say so
-        begun, log = tmp_path / "run" / "checkpoints" / "last", tmp_path / "run" / LOG
-        return begun.exists() and log.exists() and "parameters" in log.read_text()
+    def until_step(number: int) -> None:
+        wait_until(lambda: (run / "metrics.csv").exists() and len(steps_of(run)) >= number, 120, f"step {number}")
 
     try:
-        wait_until(is_running, 120, "the first checkpoint, and the banner")
+        until_step(1)
+        os.killpg(program.pid, signal.SIGHUP)
+        until_step(len(steps_of(run)) + 20)
         os.killpg(program.pid, signal.SIGINT)  # the terminal sends it to all of them
         output, errors = program.communicate(timeout=BOUND)
     finally:
         program.kill()  # and with it all that it has started
     assert program.returncode == 130
     assert errors == ""
-    assert "interrupted" in output
+    assert output.count("a second Ctrl-C ends it at once") == 1
+    assert f"resume with  gpipe train resume={run} {NAMED}\n" in output
     wait_until(lambda: not session_members(program.pid), BOUND, "the end of every process")
-    result = read_result(tmp_path / "run")
+    result = read_result(run)
     assert (result["status"], result["error"]) == ("interrupted", None)
-    assert all(tensor.isfinite().all() for tensor in final_tensors(tmp_path / "run").values())
+    assert [step_of(checkpoint) for checkpoint in list_checkpoints(run)] == [result["steps"]] == steps_of(run)[-1:]
+    assert all(tensor.isfinite().all() for tensor in final_tensors(run).values())
+
+
+@linux
+def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    held = ["model.target=custom_models:told", "+model.arguments.way=held", f"+model.arguments.until={tmp_path}/go"]
+
+    def interrupt() -> None:
+        for line in ("parameters", "a second Ctrl-C"):
+            wait_until(lambda line=line: (run / LOG).exists() and line in (run / LOG).read_text(), 60, line)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    line = [*SMALL, *held, "micro_batches=4", "partitions=1", "hardware=cpu"]
+    assert command_struck(interrupt, "train", *line, f"run_folder={run}") == 130
+    wait_until(lambda: not workers_of(os.getpid()), BOUND, "the end of every worker")
+    assert (read_result(run)["status"], list_checkpoints(run)) == ("interrupted", [])
+    assert "nothing to resume" in capsys.readouterr().out
 
 
 @linux

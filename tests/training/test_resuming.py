@@ -13,6 +13,7 @@ import pytest
 from training_runs import (
     TINY,
     assert_same_tensors,
+    children,
     command,
     command_struck,
     configure,
@@ -95,7 +96,8 @@ build = custom_models.small
 def test_a_run_whose_stage_is_killed_restarts_and_once_stopped_is_resumed_with_another_k(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The signal reaches the workers too, as SLURM and torchrun send it."""
+    """The signal reaches the workers and their loaders too, as SLURM, systemd and a closed terminal send it. A loader
+    that SIGTERM had killed was a failure of the run."""
     run = tmp_path / "run"
     line = ["train", *RUN, "resume=auto", f"run_folder={run}"]
 
@@ -105,10 +107,16 @@ def test_a_run_whose_stage_is_killed_restarts_and_once_stopped_is_resumed_with_a
         wait_until(lambda: read_result(run)["restarts"], 60, "another start")
         begun = step_of(list_checkpoints(run)[-1])
         wait_until(lambda: step_of(list_checkpoints(run)[-1]) > begun, 60, "a step")
-        for process in (os.getpid(), *workers_of(os.getpid())):
-            os.kill(process, signal.SIGUSR1)
+        stages = workers_of(os.getpid())
+        for loader in (loader for stage in stages for loader in children(stage)):
+            os.kill(loader, signal.SIGTERM)
+        for process in (os.getpid(), *stages):
+            os.kill(process, signal.SIGHUP)
 
-    assert command_struck(strike, *line, "partitions=2", "max_restarts=1") == 3
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not as nohup has it
+    again = ["partitions=2", "data_workers=1", "max_restarts=1"]
+    assert command_struck(strike, *line, *again) == 3
+    signal.signal(signal.SIGHUP, before)
     said, errors = capsys.readouterr()
     assert errors == ""
     result = read_result(run)
@@ -117,7 +125,7 @@ def test_a_run_whose_stage_is_killed_restarts_and_once_stopped_is_resumed_with_a
     assert f"\nrestart 1 of 1: {restart['why']}; goes on after step {restart['step']}\n" in said
     assert (result["status"], result["steps"]) == ("interrupted", step_of(list_checkpoints(run)[-1]))
     (start,) = result["starts"]  # whatever restarted in it
-    assert start["command"] == shlex.join(["gpipe", *line, "partitions=2", "max_restarts=1"])
+    assert start["command"] == shlex.join(["gpipe", *line, *again])
     assert datetime.fromisoformat(start["started"]) <= datetime.fromisoformat(start["ended"])
     assert start["first_step"] == 0, "the command's, not its restart's"
     assert f"  restart 1 of 1: {restart['why']}; goes on" in (run / "log.txt").read_text()

@@ -4,6 +4,7 @@
 """
 
 import io
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -109,7 +110,7 @@ class Reporter:
         self._console.start()
 
     def on_message(self, message: object) -> None:
-        """Handles a worker's message."""
+        """Handles a message of a worker, or the signal that has asked the run to stop."""
         match message:
             case TrainingReady():
                 self._start(self._describe(message))
@@ -131,6 +132,9 @@ class Reporter:
             case CheckpointStalled():
                 awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.stalled_step:,} to be written"
                 show_line(self._console.console, f"step {message.step:,}: waited {awaited}")
+            case signal.SIGINT:
+                asked = "Ctrl-C: the run ends after this step, with a checkpoint; a second Ctrl-C ends it at once"
+                show_line(self._console.console, asked, "yellow")
             case TrainingStopped():
                 pass
             case _:
