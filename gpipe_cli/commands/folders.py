@@ -78,8 +78,13 @@ def run_folder(
         return
     resumes = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
     setting = f"output={config.output}" if config.run_folder is None else f"run_folder={config.run_folder}"
+    otherwise = "choose another folder"
+    if resumes and not may_exist:
+        setting, otherwise = f"resume={config.resume}", "give run_folder=NEW, to go on with a copy there"
     patience = RUN_EXIT_TIMEOUT_SECONDS if may_exist else 0.0
-    with lock_folder(chosen, setting, new=config.run_folder is None, timeout_seconds=patience) as folder:
+    with lock_folder(
+        chosen, setting, new=config.run_folder is None, timeout_seconds=patience, otherwise=otherwise
+    ) as folder:
         if not resumes:
             _check_folder_free(folder, may_exist=may_exist)
         for name in ("checkpoints", "tokenizer"):
@@ -108,12 +113,14 @@ def contains_only_run_files(folder: Path) -> bool:
 
 
 @contextmanager
-def lock_folder(chosen: Path, setting: str, *, new: bool, timeout_seconds: float = 0.0) -> Iterator[Path]:
+def lock_folder(
+    chosen: Path, setting: str, *, new: bool, timeout_seconds: float = 0.0, otherwise: str = "choose another folder"
+) -> Iterator[Path]:
     """The folder `chosen`, created if need be (if it must be `new` but exists, `numbered_paths` beside it), and locked.
 
     Afterwards it is removed if it was created here and is empty, with the folders above that were created for it.
-    Errors begin with `setting`; `timeout_seconds`: how long to wait for a command that may be ending. Raises
-    InputError if the folder cannot be created, or another process is at work there.
+    Errors begin with `setting` and end with `otherwise`, the remedy; `timeout_seconds`: how long to wait for a command
+    that may be ending. Raises InputError if the folder cannot be created, or another process is at work there.
     """
     created = list[Path]()  # outermost first
     try:
@@ -124,9 +131,9 @@ def lock_folder(chosen: Path, setting: str, *, new: bool, timeout_seconds: float
             created.append(folder)
         lock = FolderLock(folder, timeout_seconds)
     except FolderInUseError as error:
-        raise InputError(f"{setting}: {error}; wait for its end, or choose another folder") from error
+        raise InputError(f"{setting}: {error}; wait for its end, or {otherwise}") from error
     except OSError as error:
-        raise InputError(f"{setting}: no folder can be made there ({error.strerror}); choose another") from error
+        raise InputError(f"{setting}: nothing can be written there ({error.strerror}); {otherwise}") from error
     else:
         try:
             yield folder

@@ -71,7 +71,10 @@ def make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> RunRequest
     auto = substitute_auto(cfg)
     kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # values chosen at the run's first start are kept
     auto = tuple(key for key in auto if key not in AUTO_BATCH)
-    return RunRequest(resumed_config(saved, cfg, [key for key in overrides if key not in kept], auto), auto)
+    config = resumed_config(saved, cfg, [key for key in overrides if key not in kept], auto)
+    if config.run_folder is None and not config.dry_run:  # a dry run would replace the run's results
+        config = replace(config, run_folder=config.resume)
+    return RunRequest(config, auto)
 
 
 def _resume_fallbacks(overrides: Mapping[str, object]) -> dict[str, object]:

@@ -48,7 +48,7 @@ from gpipe_cli.training.checkpoint.restore import (
 from gpipe_cli.training.data_feed import check_data
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
-from gpipe_cli.training.milestones import progress_if_complete
+from gpipe_cli.training.milestones import Milestones, initial_progress, progress_if_complete
 from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
@@ -129,6 +129,9 @@ def _train(
     if is_rank_zero():
         check_feasible(config, auto, read_torchrun_env())
         source = find_source(config)
+        if config.resume is not None:
+            progress = initial_progress(config, source)
+            Milestones(config, progress.steps_per_epoch).check_not_finished(progress.step)
         if not config.dry_run:
             check_data(config, auto, source)
     prepared = prepare(

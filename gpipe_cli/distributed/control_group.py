@@ -106,7 +106,7 @@ class ControlGroup:
         return lambda: [part[:-1] for part in wait()]
 
     def any_stop_asked(self) -> int:
-        """The greatest reason to stop (a signal, or a Stop; 0: none) that any process had when it began the last gather.
+        """The greatest reason to stop that any process had when it began the last gather: a signal or a Stop; 0: none.
         Waits for that gather; all processes get the same answer."""
         return 0 if self._last is None else max(int(part[-1]) for part in self._last())
 

@@ -45,8 +45,8 @@ def run_task(
     """Start the workers of this spec (under torchrun: a single worker), and wait until they have done the task; returns
     why the run failed, None if it did not.
 
-    `on_message` is called with every message of the workers, and with SIGINT once that asks the task to end. A worker
-    that is silent for `timeout_seconds` has failed.
+    `on_message` is called with every message of the workers, and with SIGINT once that has asked the task to end. A
+    worker that is silent for `timeout_seconds` has failed.
     `start`: the name of this start, under torchrun. The signals in `stops` are passed on to the task once it has begun;
     it then ends by itself. Ctrl-C passes on the first one only. However this ends, no worker is left.
 

@@ -54,8 +54,8 @@ def handled_signals() -> list[signal.Signals]:
 @contextmanager
 def catch_interrupts(takes: Callable[[int], bool] = lambda number: False) -> Iterator[Interrupt]:
     """While active, each signal raises KeyboardInterrupt, those of STOP_SIGNALS its subclass StopRequested, unless
-    `takes(number)` returns True, as it has handled the signal; the exception is raised again if a library turned it into
-    another one.
+    `takes(number)` returns True, as it has handled the signal. The exception is raised again if a library turned it
+    into another one.
     """
     interrupt = Interrupt(takes)
     before = [(number, signal.signal(number, interrupt)) for number in handled_signals()]

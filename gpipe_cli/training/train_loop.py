@@ -88,7 +88,6 @@ def train(
         restore(engine, resume_from, optimizer=True)
     notes = fine_tune(engine, source, data.classes)
     progress = replace(start, steps_per_epoch=training.batches.steps_per_epoch)
-    milestones.check_not_finished(progress.step)
     compiled = _compile(engine, training.batches) if config.compile else None
     user_supplied = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
     if config.check_layers and not only_steps and user_supplied:

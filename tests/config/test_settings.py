@@ -233,7 +233,7 @@ def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path)
     with run_folder(goes_on, NOW) as folder:
         assert folder == run
         # two runs in one folder took each other's checkpoints away
-        with pytest.raises(InputError, match=rf"^run_folder={run}: process {os.getpid()} .*wait"):
+        with pytest.raises(InputError, match=rf"^resume={run}: process {os.getpid()} .*wait"):
             open_folder(goes_on)
     with run_folder(replace(config, run_folder=str(tmp_path / "a" / "b")), NOW) as folder:
         assert folder.is_dir()
