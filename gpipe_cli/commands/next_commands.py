@@ -2,10 +2,11 @@
 change nothing. Both are made of what the user typed."""
 
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, PER_INVOCATION, RESUME_AUTO, TrainConfig, key_of
 
+_BEGINS = f"resume={RESUME_AUTO}"
 _MIN_SAMPLES = 2  # of a micro-batch: batch norm cannot train on a single value per channel
 # settings and groups for the old K only
 _K_SETTINGS = ("partitions", "partition", "placement", "stages_per_process")
@@ -14,17 +15,21 @@ _NOT_REPEATED = ("epochs", *(key for key in PER_INVOCATION if key != "output"))
 
 
 def next_commands(
-    typed: Sequence[str], config: TrainConfig, layers: int, train_samples: int
+    starts: Sequence[Sequence[str]], config: TrainConfig, layers: int, train_samples: int
 ) -> tuple[tuple[str, str], ...]:
-    """Label and text of each command. `typed`: the arguments of `gpipe train`; `config`: with the values chosen for
-    `auto`. Empty for a run that was resumed by its folder, as most of its settings are not typed."""
-    given = {key_of(argument): argument.partition("=")[2] for argument in typed}
-    if given.get("resume", RESUME_AUTO) != RESUME_AUTO:
+    """Label and text of each command. `starts`: the arguments of `gpipe train` at each start of the run; `config`: with
+    the values chosen for `auto`. Empty for a run whose first start is not known, or was that of a sweep."""
+    typed: dict[str, str] = {}
+    by_key = [{key_of(argument): argument for argument in start} for start in starts]
+    if by_key[0].get("resume", _BEGINS) != _BEGINS or {"-m", "--multirun"} & by_key[0].keys():
         return ()
-    commands = [("prove", _command("check", typed, _NOT_REPEATED, lambda key: _chosen_number(key, config)))]
+    for given in by_key:
+        left_out = {*PER_INVOCATION, *(["partition.balance"] if "partitions" in given else [])}
+        typed = {key: argument for key, argument in typed.items() if key not in left_out} | given
+    commands = [("prove", _command("check", typed.values(), _NOT_REPEATED, lambda key: _chosen_number(key, config)))]
     if (changed := _suggest_change(config, layers, train_samples)) is not None:
         setting, dropped = changed
-        kept = _command("train", typed, (*dropped, "resume", "run_folder"), lambda key: "")
+        kept = _command("train", typed.values(), (*dropped, "resume", "run_folder"), lambda key: "")
         commands.insert(0, ("change", f"{kept} {setting}"))
     return tuple(commands)
 
@@ -42,7 +47,7 @@ def _suggest_change(config: TrainConfig, layers: int, train_samples: int) -> tup
     return "partitions=1", (*_K_SETTINGS, "schedule")
 
 
-def _command(command: str, typed: Sequence[str], dropped: Collection[str], format_setting: Callable[[str], str]) -> str:
+def _command(command: str, typed: Iterable[str], dropped: Collection[str], format_setting: Callable[[str], str]) -> str:
     """The command with the typed arguments but those in `dropped`, settings or whole groups. `format_setting`: the
     value of a setting that takes the place of `auto`; "" leaves it."""
     arguments = []

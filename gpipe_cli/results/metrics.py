@@ -77,7 +77,7 @@ class Metric:
         value = result
         for part in self.path.split("."):
             if isinstance(value, tuple | list):
-                value = value[int(part)]
+                value = value[int(part)] if value else None
             elif isinstance(value, Mapping):
                 value = value.get(part)
             elif is_dataclass(value):
@@ -221,8 +221,11 @@ _LIST = (
     Metric("steps", "steps", "steps", COUNT,
             "Optimizer steps done, those before a resume included.", path="steps"),
     Metric("seconds", "total time", "time", SECONDS,
-            "Seconds from the start of the process to the end of the run; for a resumed run, since it was resumed.",
-            path="seconds", direction="less"),
+            "Seconds from the start of the process to the end of the run; for a resumed run, the sum over its starts, "
+            "each up to its end or, if it was killed, its last evaluation.", path="seconds", direction="less"),
+    Metric("start_seconds", "time of the last start", "last start", SECONDS,
+            "Of the total time of a resumed run, the seconds since it was resumed the last time.",
+            path="starts.-1.seconds", direction="less"),
     Metric("threads_per_process", "threads", "threads", COUNT,
             "Threads with which each process computes.", path="hardware.threads_per_process"),
     Metric("without_core", "without a core", "without core", SHARE,

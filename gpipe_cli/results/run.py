@@ -98,6 +98,7 @@ class Start:
     command: str = ""  # the command as it was typed
     ended: str | None = None  # None while the command runs, or if it was killed
     first_step: int = 0  # optimizer steps done before the command
+    seconds: float | None = None  # until its results were last written: at an evaluation, and at its end
     code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether files differ from it
     folder: str = ""  # the working directory, which relative paths start from; "" in a run of an older version
 
@@ -129,7 +130,7 @@ class RunResult:
     model_parameters: int | None = None
     epochs: int = 0  # whole epochs done, those before a resume included
     steps: int = 0  # optimizer steps done, those before a resume included
-    seconds: float | None = None  # seconds since the process started
+    seconds: float | None = None  # seconds of all starts
     # the last evaluation on the test set or, if there is a validation set, that with the weights that it has chosen
     test: Evaluation | None = None
     best: Evaluation | None = None  # the best evaluation on the test set; None if there is a validation set

@@ -14,7 +14,7 @@ def proposed(typed: str, **sizes: int) -> dict[str, str]:
     given = {"layers": 10, "train_samples": 1437} | sizes
     arguments = shlex.split(typed)
     chosen = [one.replace("=auto", "=2") for one in arguments if not one.startswith(("resume", "-c", "name"))]
-    return dict(next_commands(arguments, configure(*chosen), **given))
+    return dict(next_commands([arguments], configure(*chosen), **given))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 from training_runs import (
+    NAMED,
     TINY,
     assert_same_tensors,
     children,
@@ -27,7 +28,10 @@ from training_runs import (
 
 from gpipe_cli.commands import training_run
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import RESULT_FILE, read_result, write_result
+from gpipe_cli.results.metrics import METRICS
+from gpipe_cli.results.run import read_run_result
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 
@@ -242,6 +246,55 @@ def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
     assert "as it was told to" in result["error"]
     assert result["restarts"] == []  # another start would end in the same way
     assert [step_of(found) for found in list_checkpoints(run)] == [1]
+
+
+def test_a_run_goes_on_in_its_folder_and_in_another_one_only_where_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It went on in a new folder, and the old one stayed interrupted beside it. Its time was that of the last start
+    beside the steps of all, its warm-up that of the steps left, and no command was proposed that changes a setting."""
+    monkeypatch.chdir(tmp_path)
+    line = ["train", *RUN, *IN_PROCESS, "logger=[csv]", "epochs=3"]
+    assert command(*line, "max_steps=1", "learning_rate.warmup_epochs=1", "run_folder=run") == 0
+    (tmp_path / "link").symlink_to("run")
+    assert command("train", "resume=link", NAMED, "max_steps=2") == 0
+    before = read_result(tmp_path / "run")
+    assert command("train", f"resume={tmp_path}/run/", NAMED, "max_steps=4", "run_folder=copy") == 0
+    assert read_result(tmp_path / "run") == before
+    assert command("train", "resume=run", NAMED, "max_steps=4", "dry_run=true", "output=dry") == 0
+    assert read_result(tmp_path / "run") == before
+    capsys.readouterr()
+    assert command("train", "resume=run", NAMED, "max_steps=4") == 0
+    said = capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "link", "copy", "dry"}
+    results = [read_result(tmp_path / name) for name in ("run", "copy")]
+    for result in results:
+        assert (result["status"], result["steps"]) == ("completed", 4)
+        assert [start["first_step"] for start in result["starts"]] == [0, 1, 2]
+        assert result["seconds"] == pytest.approx(sum(start["seconds"] for start in result["starts"]))
+    assert results[0]["starts"][:2] == before["starts"]
+    assert (steps_of(tmp_path / "run"), steps_of(tmp_path / "copy")) == ([1, 2, 3, 4], [3, 4])
+    assert (tmp_path / "run" / LOG).read_text().count("  $ gpipe train ") == 3
+    train_here(
+        configure(*RUN, *IN_PROCESS, "epochs=3", "max_steps=4", "learning_rate.warmup_epochs=1"), tmp_path / "whole"
+    )
+    for name in ("run", "copy"):
+        assert_same_tensors(final_tensors(tmp_path / name), final_tensors(tmp_path / "whole"))
+
+    (times,) = re.findall(
+        r"\ncompleted in (.+): 4 steps \(1 whole epoch\); since it was resumed, 2 steps in (.+)\n", said
+    )
+    both = [METRICS[key].text(read_run_result(tmp_path / "run")) for key in ("seconds", "start_seconds")]
+    assert [*times] == both
+    assert command("compare", "run", "copy") == 0
+    assert f"\ntime of the last start {both[1]} " in re.sub(" +", " ", capsys.readouterr().out)
+    (first, *_, last) = re.findall("after a warm-up of 3 steps from (.+)\n", (tmp_path / "run" / LOG).read_text())
+    assert first == last
+    (change,) = re.findall("\nchange +gpipe (.*)\n", said)
+    assert command(*shlex.split(change), "run_folder=changed") == 0
+    changed = read_result(tmp_path / "changed")["config"]
+    keys = {key for key, value in changed.items() if value != results[0]["config"][key]}
+    assert keys - {"partition", "threads"} == {"partitions", "run_folder", "resume"}
 
 
 def test_fewer_gpus_have_fewer_partitions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ _COLUMNS = (
     "tokens_per_second_q1", "tokens_per_second_q3", "speed_kind", "speed_up", "efficiency", "step_seconds",
     "bubble_measured", "bubble_ideal",
     "idle_measured", "bubble_predicted", "step_seconds_predicted", "memory_bytes_fullest", "activation_bytes_fullest",
-    "model_flops_per_second", "mfu", "epochs_done", "steps", "seconds", "threads_per_process",
+    "model_flops_per_second", "mfu", "epochs_done", "steps", "seconds", "start_seconds", "threads_per_process",
 )  # fmt: skip
 # A console omits columns that are for files only; for trainings, columns that do not fit next to their accuracies; for
 # text, the speed in samples, which are sentences that differ in length.
@@ -178,7 +178,11 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     beyond_bases = [scaling for at, scaling in enumerate(scaled) if scaling is not None and scaling.base != at]
     if all(scaling.efficiency is None for scaling in beyond_bases):
         efficiencies = [None] * len(runs)  # only the bases have an efficiency, which is always 1
-    computed = {"speed_up": [scaling and scaling.speed_up for scaling in scaled], "efficiency": efficiencies}
+    computed: dict[str, list[Any]] = {
+        "speed_up": [scaling and scaling.speed_up for scaling in scaled],
+        "efficiency": efficiencies,
+        "start_seconds": [result.starts[-1].seconds if len(result.starts) > 1 else None for result in results],
+    }
     kinds = [result.samples_per_second_kind for result in results]
     shown = [NONE if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
 

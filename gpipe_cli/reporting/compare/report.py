@@ -146,8 +146,6 @@ def notes(comparison: Comparison) -> Iterator[str]:
         yield from _note_with_runs(comparison, f"{meaning} ({kind}); not the speed of a pipeline", of_kind)
     warm_up = "too short to measure a speed; the speed of its warm-up steps is shown"
     yield from _note_with_runs(comparison, warm_up, [result.speed_includes_warm_up for result in results])
-    resumed = [result.resumed_from is not None for result in results]
-    yield from _note_with_runs(comparison, "resumed, so their time counts from the last start", resumed)
 
 
 def same_curve_notes(comparison: Comparison) -> list[str]:

@@ -100,9 +100,9 @@ def _learning_rate_at(run: RunContext, step: int) -> str:
 def _learning_rate(run: RunContext) -> str:
     """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
     warm_up = 0 if (steps := run.ready.steps_per_epoch) is None else warm_up_steps(run.config.learning_rate, steps)
-    first = _learning_rate_at(run, run.ready.first_step)
     if run.ready.first_step >= warm_up:
-        return first
+        return _learning_rate_at(run, run.ready.first_step)
+    first = _learning_rate_at(run, 0)
     return f"{_learning_rate_at(run, warm_up - 1)}, after a warm-up of {plural(warm_up, 'step')} from {first}"
 
 

@@ -285,7 +285,8 @@ class Reporter:
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", command
         if (source := self._run.config.resume) is not None:  # it may be complete, except for the command's settings
             start = self._run.start
-            return f"none of this run; the one in {source} remains", None if start is None else start.command
+            kept = f"none since the run was resumed; the one in {source} remains"
+            return kept, None if start is None else start.command
         return "none was written, so there is nothing to resume", None
 
     def _compare(self) -> None:
@@ -312,13 +313,18 @@ class Reporter:
         median, quartiles = self._medians.median, self._medians.quartiles
         speeds = median("samples_per_second"), median("tokens_per_second")
         flops = run.flops.per_second(*speeds)
+        seconds, starts = time.monotonic() - self._begin, result.starts
+        if run.start is not None:
+            *earlier, last = starts
+            starts = *earlier, replace(last, seconds=seconds)
         peak = result.peak_flops_per_second
         shares = measured_breakdown(self._medians)
         kind, without_core = self._speed_kind
         return replace(
             result,
             epochs=result.steps // (run.ready.steps_per_epoch or 1),
-            seconds=time.monotonic() - self._begin,
+            starts=starts,
+            seconds=sum(start.seconds or 0.0 for start in starts) or seconds,
             samples_per_second=speeds[0],
             samples_per_second_quartiles=quartiles("samples_per_second"),
             samples_per_second_kind=kind,
@@ -383,10 +389,15 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
     return _with_evaluations(result, config, run.ready.test, run.ready.best)
 
 
+def recorded_starts(folder: Path, resume: str | None) -> tuple[Start, ...]:
+    """The starts of a run that begins again in ``folder``, or is resumed from ``resume``, that are recorded there."""
+    results = [run_result_or_none(Path(path)) for path in (folder, resume) if path is not None]
+    return next((result.starts for result in results if result is not None), ())
+
+
 def _all_starts(folder: Path, run: RunContext) -> tuple[Start, ...]:
-    """The earlier starts of the run, if it is resumed or begins again in ``folder``, followed by this start."""
-    results = [run_result_or_none(Path(path)) for path in (folder, run.config.resume) if path is not None]
-    earlier = next((result.starts for result in results if result is not None), ())
+    """The recorded starts of the run, followed by this start."""
+    earlier = recorded_starts(folder, run.config.resume)
     if run.start is None or (earlier and earlier[-1].started == run.start.started):
         return earlier  # they include this start if it was recorded before a restart
     commits = measurement.find_commits(run.config.model)

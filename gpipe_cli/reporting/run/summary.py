@@ -74,16 +74,20 @@ def describe_outcome(result: RunResult) -> tuple[str, str]:
     seconds = METRICS["seconds"].text(result)
     epochs = f" ({plural(result.epochs, 'whole epoch')})" if result.epochs and not bench else ""
     done = plural(result.steps, "step") + epochs
+    since = ""
+    if len(result.starts) > 1:
+        steps = plural(result.steps - result.starts[-1].first_step, "step")
+        since = f"; since it was resumed, {steps} in {METRICS['start_seconds'].text(result)}"
     match status:
         case "completed" if bench:
             measured = f"measured {plural(result.speed_steps, 'step')} after {result.warm_up_steps} of warm-up"
             return f"{measured}, in {seconds}", "green"
         case "completed":
-            return f"completed in {seconds}: {done}", "green"
+            return f"completed in {seconds}: {done}{since}", "green"
         case "dry_run":
             return "dry run: the model was cut and placed, not trained", "green"
     when = f"after {seconds}: {done} done" if result.steps else "before the first step was complete"
-    return f"{status} {when}", "yellow" if status == "interrupted" else "red"
+    return f"{status} {when}{since}", "yellow" if status == "interrupted" else "red"
 
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
