@@ -201,9 +201,9 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert (begun["code"]["model"], gone_on["command"]) == (commit_of(TARGET), f"gpipe {rest}")
 
 
-def sweep(arguments: str) -> Sweep:
+def sweep(arguments: str) -> Sweep | None:
     name, *given = arguments.split()
-    return make_sweep(name, given, make_request)
+    return make_sweep(parse_command_line(name, given), given, make_request)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from omegaconf import DictConfig
 
 from gpipe_cli.commands.command_line import parse_command_line
 from gpipe_cli.commands.compose_config import TRAINING_KEYS, ConfigComposer, training_config
+from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.training_run import find_source
-from gpipe_cli.config.settings import TrainConfig, to_yaml
+from gpipe_cli.config.settings import TrainConfig, fallback_values, read_config, to_yaml
 from gpipe_cli.distributed.control_group import BlockedOnContext, ControlGroup
 from gpipe_cli.distributed.rendezvous import Decision
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
@@ -88,10 +89,16 @@ def train_here(
     spec = spec_of(config)
     assert not spec.layout.distributed, "executor=in_process is needed here"
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1, blocked_on=blocked_on), None), messages.append, on_action)
-    decision = Decision(folder, config.resume, find_source(config))
+    decision = Decision(folder, config.resume, source_of(config))
     train(config, spec, decision, process, only_steps=only_steps)
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return messages
+
+
+def source_of(config: TrainConfig) -> Path | None:
+    """The checkpoint that a run with these settings would go on from, or take weights of."""
+    saved = None if config.resume is None else read_config(Path(config.resume), fallback_values(config))
+    return find_source(RunRequest(config, (), saved=saved))
 
 
 def pipeline_of(config: TrainConfig, on_action: OnAction = ignore_action) -> Engine:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.compose_config import command_settings, training_config
+from gpipe_cli.commands.command_line import parse_command_line
+from gpipe_cli.commands.compose_config import TRAINING_KEYS, command_settings, compose, training_config
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import start_run
 from gpipe_cli.commands.sweep import Sweep, make_sweep
@@ -26,17 +27,20 @@ UNSUPPORTED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    sweep = make_sweep("bench", arguments, _make_request)
-    line = sweep.line
+    line = parse_command_line("bench", arguments)
+    sweep = make_sweep(line, arguments, _make_request)
+    line = line if sweep is None else sweep.line
     line.check_allowed(UNSUPPORTED)
     if "rounds" in line.swept:
         raise InvalidSettingError(
             "rounds", line.overrides["rounds"], "all rows of a table have the same; give one number"
         )
-    cfg = sweep.compose(line, lambda: _show(sweep))
-    if cfg is None:
+    if sweep is not None:
+        sweep.perform(line, lambda: _show(sweep))
         statuses = {bench_status(run) for run in sweep.runs}
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
+    if (cfg := compose(line, TRAINING_KEYS)) is None:
+        return 0
     request = _make_request(cfg, line.overrides)
     if line.overrides.get("rounds", 1) != 1:  # typed; a recipe's own rounds apply when it is swept
         raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to take turns with; add -m")
@@ -59,4 +63,3 @@ def _show(sweep: Sweep) -> None:
         write_bench(sweep.path, table)
     finally:  # show the table even if it cannot be written
         show_bench(Console(), table, sweep.path)
-        sweep.show_remaining()

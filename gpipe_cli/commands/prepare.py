@@ -3,12 +3,11 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 
 from gpipe_cli.assembly.build import preprocessing_of
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.config.groups import PREPROCESSING_KEYS, ImagesConfig
-from gpipe_cli.config.settings import TrainConfig, fallback_values, read_config
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InvalidSettingError, format_value
 from gpipe_cli.models.preprocessing import Preprocessing
@@ -52,12 +51,13 @@ def prepare(
     torchrun: Torchrun | None = None,
     *,
     other_machine: bool = False,
+    saved: TrainConfig | None = None,
 ) -> PreparedRun:
     """Choose the settings in `auto`, plan the step, and partition the model.
 
     `log` gets a line before each slow part; `torchrun`: this process, if torchrun started it; `other_machine`: the plan
-    is for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the
-    memory.
+    is for another machine; `saved`: the configuration of the run that is resumed. Raises InputError for what cannot be
+    built, partitioned or placed, or does not fit the memory.
     """
     config = _with_memory_format(config)
     check_feasible(config, auto, torchrun)
@@ -75,7 +75,7 @@ def prepare(
     notes += [*_preprocessing_note(config)]
     if config.compile:
         notes.append(("planned", NOT_COMPILED))
-    notes += [*_no_effect_notes(config, spec), *_threads_note(config, spec.layout.processes)]
+    notes += [*_no_effect_notes(config, spec), *_threads_note(config, saved, spec.layout.processes)]
     notes += [*_device_sharing_note(spec.layout), *_imbalance_notes(config, spec)]
     return PreparedRun(plan, spec, tuple(notes))
 
@@ -111,11 +111,11 @@ def check_feasible(config: TrainConfig, auto: Collection[str] = (), torchrun: To
 NOT_COMPILED = "as with compile=false: compiled layers keep other activations, and take other times"
 
 
-def _threads_note(config: TrainConfig, processes: int) -> Iterator[tuple[str, str]]:
+def _threads_note(config: TrainConfig, saved: TrainConfig | None, processes: int) -> Iterator[tuple[str, str]]:
     """A line of the banner if a resumed run's threads differ from before, or from those that its K would get now."""
-    if config.resume is None:
+    if saved is None:
         return
-    threads, before = config.threads, read_config(Path(config.resume), fallback_values(config)).threads
+    threads, before = config.threads, saved.threads
     usual = default_threads(processes)
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"

@@ -25,6 +25,7 @@ class RunRequest:
     config: TrainConfig
     auto: tuple[str, ...]  # keys of the settings to choose
     bench: BenchSettings | None = None
+    saved: TrainConfig | None = None  # the configuration of the run that is resumed
 
     def __post_init__(self) -> None:
         check_installed(self.config.logger)
@@ -37,9 +38,8 @@ class RunRequest:
         """A request to resume the run in `folder`, with the run's own settings except those in PER_INVOCATION. Raises
         InputError if they cannot be read."""
         changed = {key: getattr(self.config, key) for key in PER_INVOCATION} | {"resume": str(folder)}
-        return replace(self, config=replace(load_run(folder, target_of(self.config)), **changed), auto=()).in_folder(
-            folder
-        )
+        saved = load_run(folder, target_of(self.config))
+        return replace(self, config=replace(saved, **changed), auto=(), saved=saved).in_folder(folder)
 
 
 def load_run(
@@ -48,9 +48,14 @@ def load_run(
     add: Callable[[str], str] = format_target_setting,
     fallbacks: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """`load` of the run in `folder`, with the absolute path of its data: a relative dataset.root is that of the working
-    directory in which the run was started, unless there is nothing any more; then it is that of this command's."""
-    config = load_run_config(folder, target, add, fallbacks)
+    """`load_run_config` of the run in `folder`, with the absolute path of its data."""
+    return follow_data(load_run_config(folder, target, add, fallbacks), folder)
+
+
+def follow_data(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The configuration of the run in `folder` with the absolute path of its data: a relative dataset.root is that of
+    the working directory in which the run was started, unless there is nothing any more; then it is that of this
+    command's."""
     result = run_result_or_none(folder)
     root, started_in = config.dataset.root, result.starts[-1].folder if result and result.starts else ""
     if root is None or not started_in or not os.path.exists(followed := os.path.join(started_in, root)):

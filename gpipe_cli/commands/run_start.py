@@ -14,7 +14,14 @@ from gpipe_cli.commands.command_runner import show_preparation
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.groups import IMAGE_DATASETS, ImagesConfig, model_name
-from gpipe_cli.config.settings import RESUME_AUTO, TrainConfig, find_run, resume_or_restart
+from gpipe_cli.config.settings import (
+    RESUME_AUTO,
+    TrainConfig,
+    fallback_values,
+    find_run,
+    read_config,
+    resume_or_restart,
+)
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, may_restart
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
@@ -63,6 +70,8 @@ def start_run(request: RunRequest, *typed: str, single: bool = False) -> int:
             import_in_thread("gpipe_cli.commands.training_run")  # torch comes with it
             from gpipe_cli.commands.training_run import launch
 
+            if config.resume is not None and (request.saved is None or may_restart()):  # torchrun has begun it again
+                request = replace(request, saved=read_config(Path(config.resume), fallback_values(config)))
             request = replace(request, config=config)
             code = launch(request, folder, start, may_exist=may_exist, single=single)
     if config.quiet and is_rank_zero() and (result := run_result_or_none(folder)) is not None:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from gpipe_cli.commands import command_runner
 from gpipe_cli.commands.command_line import CommandLine, parse_command_line, setting_values
-from gpipe_cli.commands.compose_config import TRAINING_KEYS, ConfigComposer, combinations, compose
+from gpipe_cli.commands.compose_config import TRAINING_KEYS, ConfigComposer, combinations
 from gpipe_cli.commands.folders import numbered_paths
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import start_run
@@ -69,7 +69,7 @@ class Cell:
 
 
 class Sweep:
-    """The sweep that `-m` asks for; without -m it only composes the tree of a single run."""
+    """The sweep that `-m` asks for."""
 
     def __init__(
         self, line: CommandLine, folder: SweepFolder, make_request: MakeRequest, typed: Sequence[str] = ()
@@ -89,20 +89,20 @@ class Sweep:
         assert self._folder.path is not None
         return self._folder.path
 
-    def compose(self, line: CommandLine, show: Callable[[], None]) -> DictConfig | None:
-        """The tree of a single run; None if something was printed instead, or after a sweep. `line`: `self.line`,
-        perhaps with more settings; `show` is called at the end of a sweep if a run has ended. Raises InputError."""
-        if not line.options["multirun"] or line.only_prints:
-            return compose(line, TRAINING_KEYS)
+    def start_run(self, line: CommandLine, show: Callable[[], None]) -> None:
+        """Perform all runs. `line`: `self.line`, perhaps with more settings; `show` is called at the end if a run has
+        ended. Raises InputError."""
         try:
             self._run_all(line)
         finally:  # Ctrl-C comes here, too
             self._folder.release()
             if self.runs:
-                show()
-        return None
+                try:
+                    show()
+                finally:
+                    self._show_rest()
 
-    def show_remaining(self) -> None:
+    def _show_rest(self) -> None:
         """Show the command that completes an incomplete sweep."""
         if len(self.runs) < self.planned or not all(map(self._is_final, self.runs)):
             show_remaining(self.planned, self.runs, format_resume_command(self.line.command, self.path, self._targets))
@@ -278,15 +278,17 @@ class Sweep:
             self._stop_exception = BrokenPipeError
 
 
-def make_sweep(command: str, arguments: Sequence[str], make_request: MakeRequest) -> Sweep:
-    """The sweep that the arguments begin or resume. Raises InputError for what the user can fix."""
-    line = parse_command_line(command, arguments)
+def make_sweep(line: CommandLine, arguments: Sequence[str], make_request: MakeRequest) -> Sweep | None:
+    """The sweep that the arguments begin or resume, None for a single run; `line` is read from them. Raises InputError
+    for what the user can fix."""
     folder = _resumed_folder(line)
     if folder is None:
         _check_folders_have_effect(line)
-        return Sweep(line, SweepFolder(command, arguments), make_request, arguments)
+        sweeps = line.options["multirun"] and not line.only_prints
+        return Sweep(line, SweepFolder(line.command, arguments), make_request, arguments) if sweeps else None
     line = replace(
-        parse_command_line(command, [*folder.arguments, f"{SWEEP_DIR_SETTING}{quote(folder.path)}"]), from_file=True
+        parse_command_line(line.command, [*folder.arguments, f"{SWEEP_DIR_SETTING}{quote(folder.path)}"]),
+        from_file=True,
     )
     if not line.options["multirun"] or line.only_prints:
         raise InputError(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands.command_line import parse_settings
-from gpipe_cli.commands.compose_config import apply_overrides, substitute_auto, training_config
-from gpipe_cli.commands.run_request import RunRequest, load_run
+from gpipe_cli.commands.command_line import parse_command_line, parse_settings
+from gpipe_cli.commands.compose_config import TRAINING_KEYS, apply_overrides, compose, substitute_auto, training_config
+from gpipe_cli.commands.run_request import RunRequest, follow_data
 from gpipe_cli.commands.run_start import start_run
 from gpipe_cli.commands.sweep import make_sweep
 from gpipe_cli.config.comments import GROUPS
@@ -22,46 +22,47 @@ from gpipe_cli.config.settings import (
     format_target_setting,
     has_checkpoint,
     read_config,
+    use_target,
 )
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.reporting.tables.sweep import show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
-    sweep = make_sweep("train", arguments, make_request)
-    line = sweep.line
+    line = parse_command_line("train", arguments)
+    sweep = make_sweep(line, arguments, make_request)
+    line = line if sweep is None else sweep.line
     line.check_allowed({})
     if line.overrides.get("resume") == RESUME_AUTO and line.options["multirun"]:
         raise InvalidSettingError(
             "resume", RESUME_AUTO, "a sweep goes on by its own folder, alone: resume=FOLDER, without -m"
         )
     run = _find_run_to_resume(line.overrides.get("resume"), line.overrides.get("run_folder"))
+    saved = None
     if run is not None and "resume" not in line.swept:
         folder = find_run("resume", run, str(line.overrides.get("output") or "outputs"))
         saved = read_config(folder, _resume_fallbacks(line.overrides))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = [f"{group}={group_choice(getattr(saved, group))}" for group in GROUPS if group not in line.overrides]
         line = replace(line, typed=(*line.typed, *chosen), parsed=(*line.parsed, *parse_settings(chosen)))
-
-    def show() -> None:
-        show_sweep(sweep.runs)
-        sweep.show_remaining()
-
-    cfg = sweep.compose(line, show)
-    if cfg is None:
+    if sweep is not None:
+        sweep.perform(line, lambda: show_sweep(sweep.runs))
         return 1 if any(run.failed for run in sweep.runs) or {run.refused for run in sweep.runs} == {True} else 0
-    return start_run(make_request(cfg, line.overrides), "train", *arguments, single=True)
+    cfg = compose(line, TRAINING_KEYS)
+    return 0 if cfg is None else start_run(make_request(cfg, line.overrides, saved), "train", *arguments, single=True)
 
 
-def make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> RunRequest:
-    """The run that `cfg` describes; `overrides`: the typed settings. Raises InputError for a wrong setting, or if there
-    is no run to resume."""
+def make_request(cfg: DictConfig, overrides: Mapping[str, object], saved: TrainConfig | None = None) -> RunRequest:
+    """The run that `cfg` describes; `overrides`: the typed settings; `saved`: the configuration of the run to resume,
+    if it was read. Raises InputError for a wrong setting, or if there is no run to resume."""
     run = _find_run_to_resume(OmegaConf.select(cfg, "resume"), OmegaConf.select(cfg, "run_folder"))
     if run is None:
         return RunRequest(*training_config(cfg, overrides))
     model = "" if OmegaConf.select(cfg, "model.name") == "custom" else "model=custom "
     folder, target = find_run("resume", run, str(cfg.output)), OmegaConf.select(cfg, TARGET)
-    saved = load_run(folder, target, lambda saved: model + format_target_setting(saved), _resume_fallbacks(overrides))
+    saved = saved or read_config(folder, _resume_fallbacks(overrides))
+    saved = use_target(saved, folder, target, lambda named: model + format_target_setting(named))
+    saved = follow_data(saved, folder)
     begun = [key for key in ("init_from", "init_head") if key in overrides and cfg.resume == RESUME_AUTO]
     for key in ("init_from", "init_head"):
         if overrides.get(key) is not None and not (key in begun and overrides[key] == getattr(saved, key)):
@@ -74,7 +75,7 @@ def make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> RunRequest
     config = resumed_config(saved, cfg, [key for key in overrides if key not in kept], auto)
     if config.run_folder is None and not config.dry_run:  # a dry run would replace the run's results
         config = replace(config, run_folder=config.resume)
-    return RunRequest(config, auto)
+    return RunRequest(config, auto, saved=saved)
 
 
 def _resume_fallbacks(overrides: Mapping[str, object]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import check_feasible, prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, fallback_values, read_config, resume_or_restart
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, resume_or_restart
 from gpipe_cli.distributed.rendezvous import Decision, broadcast_decision
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, read_torchrun_env
 from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, InvalidSettingError, error_text
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.launch.job import Reason, Task
+from gpipe_cli.launch.job import Failure, Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
@@ -68,25 +68,24 @@ def launch(request: RunRequest, folder: Path, start: Start, *, may_exist: bool, 
     while True:
         may_be_complete = (may_exist or restarts) and is_rank_zero() and not config.dry_run
         if may_be_complete and (progress := progress_if_complete(request.config, folder)) is not None:
-            find_source(request.config)  # refuses settings with which the run could not go on
+            find_source(request)  # refuses settings with which the run could not go on
             broadcast_decision(lambda: Decision(folder, config.resume, None, complete=True))
             evaluate_by = complete_result(folder, config, progress)
             rest = f"score the test set by  {evaluate_by}" if evaluate_by else "nothing is left to do"
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; {rest}"
             show_text(Console(), f"{folder}: {done}")
             return 0
-        try:
-            return _train(request, folder, start, may_exist, single, restarts)
-        except _ProcessLostError as error:
-            lost = error
+        ended = _train(request, folder, start, may_exist, single, restarts)
+        if isinstance(ended, int):
+            return ended
+        lost, chosen = ended
         fork_server.kill()  # whatever state it is in
-        assert lost.config is not None
-        current, change = _shrink_to_remaining_gpus(resume_or_restart(lost.config, folder))
-        request = replace(request, config=current, auto=())
+        current, change = _shrink_to_remaining_gpus(resume_or_restart(chosen, folder))
         step = step_of(list_checkpoints(folder)[-1]) if current.resume == str(folder) else 0
-        restarts = (*restarts, Restart(lost.why, step, current.partitions))
+        request = replace(request, config=current, auto=(), saved=chosen if step else request.saved)
+        restarts = (*restarts, Restart(lost.text, step, current.partitions))
         how = f"goes on after step {step:,}" if step else "begins again"
-        show_text(Console(), f"restart {len(restarts)} of {current.max_restarts}: {lost.why}; {how}{change}", "yellow")
+        show_text(Console(), f"restart {len(restarts)} of {current.max_restarts}: {lost.text}; {how}{change}", "yellow")
 
 
 def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
@@ -111,31 +110,28 @@ def evaluation_config(config: TrainConfig) -> TrainConfig:
     return replace(config, recompute="never", cost="figures", compile=False, hardware=hardware)
 
 
-@dataclass
-class _ProcessLostError(Exception):
-    """A process was lost; the run may be started again."""
-
-    why: str  # a single line
-    config: TrainConfig | None = None  # with the values chosen for `auto`
-
-
 def _train(
     request: RunRequest, folder: Path, start: Start, may_exist: bool, single: bool, restarts: tuple[Restart, ...]
-) -> int:
-    """Run a single start of a training, from `prepare` to its end."""
+) -> int | tuple[Failure, TrainConfig]:
+    """Run a single start of a training, from `prepare` to its end; returns the exit code or, if the run is to restart,
+    why a process was lost and the configuration, with the values chosen for `auto`."""
     config, auto = request.config, request.auto
     is_run = request.bench is None
     source = None
     if is_rank_zero():
         check_feasible(config, auto, read_torchrun_env())
-        source = find_source(config)
+        source = find_source(request)
         if config.resume is not None:
             progress = initial_progress(config, source)
             Milestones(config, progress.steps_per_epoch).check_not_finished(progress.step)
         if not config.dry_run:
             check_data(config, auto, source)
     prepared = prepare(
-        config, auto, lambda line: show_text(Console(), line) if is_rank_zero() else None, read_torchrun_env()
+        config,
+        auto,
+        lambda line: show_text(Console(), line) if is_rank_zero() else None,
+        read_torchrun_env(),
+        saved=request.saved,
     )
     training, spec = prepared.config, prepared.spec
     if training.dry_run:
@@ -162,17 +158,15 @@ def _train(
         if is_rank_zero()
         else NoReport()
     )
-    resumable = is_run and len(restarts) < config.max_restarts
     # a sweep ends at once by Ctrl-C, with all its runs
     stops = (signal.SIGINT, *STOP_SIGNALS) if single else STOP_SIGNALS if is_run else ()
-    try:
-        return run_and_report(
-            task, spec, training.timeout_seconds, show, folder, decision.start, stops=stops, resumable=resumable
-        )
-    except _ProcessLostError as lost:
+    ended = _run(task, spec, training.timeout_seconds, show, folder, decision.start, stops)
+    if isinstance(ended, int):
+        return ended
+    if is_run and len(restarts) < config.max_restarts and ended.reason in (Reason.LOST, Reason.ABORTED, Reason.PEER):
         show.break_off()
-        lost.config = training
-        raise
+        return ended, training
+    return _report_failure(ended, show, folder)
 
 
 def _shrink_to_remaining_gpus(config: TrainConfig) -> tuple[TrainConfig, str]:
@@ -197,11 +191,12 @@ def _shrink_to_remaining_gpus(config: TrainConfig) -> tuple[TrainConfig, str]:
     return fewer, f", with partitions={fewer.partitions}, as {left} of {before} GPUs are left"
 
 
-def find_source(config: TrainConfig) -> Path | None:
+def find_source(request: RunRequest) -> Path | None:
     """The checkpoint that a training resumes from, or takes weights from; None if it begins anew. Raises InputError,
     in a single line, if it does not fit the run."""
+    config, saved = request.config, request.saved
     if config.resume is not None:
-        saved = read_config(Path(config.resume), fallback_values(config))
+        assert saved is not None
         check_optimizer_state(config, saved)
         checkpoint = find_compatible_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
         check_same_data(config, saved)  # after what a model of another size is told
@@ -226,19 +221,19 @@ def find_compatible_checkpoint(config: TrainConfig, run: Path, which: str, setti
 
 
 def run_and_report(
-    task: Task,
-    spec: PipelineSpec,
-    timeout_seconds: float,
-    show: Report,
-    folder: Path,
-    start: str = "",
-    *,
-    stops: Collection[int] = (),
-    resumable: bool = False,
+    task: Task, spec: PipelineSpec, timeout_seconds: float, show: Report, folder: Path, start: str = ""
 ) -> int:
     """Have the workers do `task`, and `show` what they report and how it ended; returns the exit code. The traceback of
-    a failure goes into `folder`; `stops`: as of `run_task`. Raises InputError for what the user can fix before anything
-    was shown and, if the run `resumable` after the loss of a process, _ProcessLostError for that."""
+    a failure goes into `folder`. Raises InputError for what the user can fix before anything was shown."""
+    ended = _run(task, spec, timeout_seconds, show, folder, start)
+    return ended if isinstance(ended, int) else _report_failure(ended, show, folder)
+
+
+def _run(
+    task: Task, spec: PipelineSpec, timeout_seconds: float, show: Report, folder: Path, start: str,
+    stops: Collection[int] = (),
+) -> int | Failure:  # fmt: skip
+    """`run_and_report`, but a failure is returned and not reported; `stops`: as of `run_task`."""
     stopped: TrainingStopped | None = None
 
     def on_message(message: object) -> None:
@@ -270,8 +265,11 @@ def run_and_report(
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)
         return 0 if stopped is None else STOPPED if stopped.signal in STOP_SIGNALS else INTERRUPTED
-    if resumable and failure.reason in (Reason.LOST, Reason.ABORTED, Reason.PEER):
-        raise _ProcessLostError(failure.text)
+    return failure
+
+
+def _report_failure(failure: Failure, show: Report, folder: Path) -> int:
+    """Show a failure; returns the exit code. Raises InputError as `run_and_report`."""
     if failure.reason is Reason.USER and not show.started:
         raise failure.invalid_setting or InputError(failure.text)
     text = failure.text

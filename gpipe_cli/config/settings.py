@@ -554,7 +554,13 @@ def load_run_config(
     """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, in place of the
     run's own; `remedy`: what a caller has to add who has not; `fallbacks`: as of `read_config`. Raises InputError for
     what `allow_target` refuses, and for a target if the run calls no function."""
-    config = read_config(path, fallbacks)
+    return use_target(read_config(path, fallbacks), path, target, remedy)
+
+
+def use_target(
+    config: TrainConfig, path: Path, target: str | None, remedy: Callable[[str], str] = format_target_setting
+) -> TrainConfig:
+    """`load_run_config` of a configuration that `read_config` has read."""
     if (saved := target_of(config)) is not None:
         return allow_target(config, target, path, remedy(saved))
     if target is not None:

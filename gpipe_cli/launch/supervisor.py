@@ -76,7 +76,7 @@ def run_task(
 class Supervisor:
     """The workers of this parent, from their start to their end."""
 
-    def __init__(self, spec: PipelineSpec, timeout_seconds: float, stops: Collection[int]) -> None:
+    def __init__(self, spec: PipelineSpec, timeout_seconds: float, stops: Collection[int] = ()) -> None:
         self._spec, self._layout, self._timeout_seconds = spec, spec.layout, timeout_seconds
         self._stops = stops
         self._workers: dict[int, Worker] = {}

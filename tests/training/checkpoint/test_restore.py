@@ -20,12 +20,12 @@ from training_runs import (
     configure,
     final_tensors,
     pipeline_of,
+    source_of,
     state_of,
     train_here,
 )
 
 import gpipe_cli
-from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint import files
@@ -100,8 +100,7 @@ def test_another_optimizer_is_refused(two: Path) -> None:
 
 def source(*settings: str) -> Path:
     """The checkpoint that a run with these settings would resume, or load weights from."""
-    config = configure(*SETTINGS, *settings)
-    found = find_source(config)
+    found = source_of(configure(*SETTINGS, *settings))
     assert found is not None
     return found
 
