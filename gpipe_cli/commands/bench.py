@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
             "rounds", line.overrides["rounds"], "all rows of a table have the same; give one number"
         )
     if sweep is not None:
-        sweep.perform(line, lambda: _show(sweep))
+        sweep.run(line, lambda: _show(sweep))
         statuses = {bench_status(run) for run in sweep.runs}
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
     if (cfg := compose(line, TRAINING_KEYS)) is None:

@@ -89,7 +89,7 @@ class Sweep:
         assert self._folder.path is not None
         return self._folder.path
 
-    def start_run(self, line: CommandLine, show: Callable[[], None]) -> None:
+    def run(self, line: CommandLine, show: Callable[[], None]) -> None:
         """Perform all runs. `line`: `self.line`, perhaps with more settings; `show` is called at the end if a run has
         ended. Raises InputError."""
         try:

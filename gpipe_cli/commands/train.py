@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = [f"{group}={group_choice(getattr(saved, group))}" for group in GROUPS if group not in line.overrides]
         line = replace(line, typed=(*line.typed, *chosen), parsed=(*line.parsed, *parse_settings(chosen)))
     if sweep is not None:
-        sweep.perform(line, lambda: show_sweep(sweep.runs))
+        sweep.run(line, lambda: show_sweep(sweep.runs))
         return 1 if any(run.failed for run in sweep.runs) or {run.refused for run in sweep.runs} == {True} else 0
     cfg = compose(line, TRAINING_KEYS)
     return 0 if cfg is None else start_run(make_request(cfg, line.overrides, saved), "train", *arguments, single=True)
