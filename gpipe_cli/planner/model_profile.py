@@ -21,9 +21,10 @@ from gpipe_cli.config.settings import TrainConfig, settings_affecting
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Skip, find_skips
+from gpipe_cli.pipeline.profile.forward_trace import layer_kinds
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
-from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
+from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import ALIGNED_BYTES, Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, canonical_names, find_ties

@@ -13,9 +13,10 @@ from custom_models import Does
 from memory_runs import SAMPLES
 from torch import nn
 
-from gpipe_cli.pipeline.profile import tracing
+from gpipe_cli.pipeline.profile import forward_trace, tracing
+from gpipe_cli.pipeline.profile.forward_trace import layer_kinds
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, SavedMemory
-from gpipe_cli.pipeline.profile.tracing import layer_kinds, trace_layers
+from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, traced_call
 
@@ -145,14 +146,14 @@ def test_equal_layers_are_traced_once_and_cost_what_each_of_them_costs(
         model = replace(sample, build=build).model()
         return trace_layers(model, sample.inputs, training=True, lengths=sample.lengths)
 
-    monkeypatch.setattr(tracing, "traced_call", counted)
+    monkeypatch.setattr(forward_trace, "traced_call", counted)
     shared = costs_of(build)
     kinds = layer_kinds(replace(sample, build=build).model())
     different = set(zip(kinds, [(), *(cost.outputs for cost in shared[:-1])], strict=True))
     assert len(runs) == (2 + len(sample.lengths)) * len(different)
     assert len(different) < len(kinds)
     assert costs_of(partial(build, make=cache(call))) == shared
-    monkeypatch.setattr(tracing, "signature", id)  # none is equal to another one
+    monkeypatch.setattr(forward_trace, "signature", id)  # none is equal to another one
     assert costs_of(build) == shared
 
 
