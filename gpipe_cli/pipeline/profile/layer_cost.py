@@ -153,13 +153,20 @@ class ActivationMemory:
 
 
 class _SavedBytes:
-    """The bytes that any consecutive layers keep of a micro-batch. `saved_by_layers` is what each layer keeps, `sizes`
+    """The bytes that any consecutive layers save of a micro-batch. `saved_by_layers` is what each layer saves, `sizes`
     are the bytes of the tensors that cross each boundary. With `needed`, the tensors that cross a stage's first
-    boundary count whether kept or not, if the stage has the layer that `needed` names (-1: any).
+    boundary count whether saved or not, if the stage has the layer that `needed` names (-1: any).
 
-    The bytes are not a sum over layers, as a tensor that two layers keep exists once. So each tensor is charged to the
-    first layer that keeps it: sums over layers then hold for any stage, up to the few tensors that cross its first
-    boundary, which are corrected.
+    A tensor that two layers save exists once, so the bytes are not a sum over layers: `_charge` charges each tensor to
+    the first layer that saves it, and `_correct` adds what a stage receives, which no layer of it made. For example,
+    layers 1 and 2 save their inputs, and c is a view of b:
+
+        a (1 byte) -> layer 0 -> b (2 bytes) -> layer 1 -> c (2 bytes) -> layer 2
+
+        charge:   2 bytes to layer 1, for b; nothing for c
+        correct:  layers 0-2: 2 bytes; layers 0-0: 0 bytes
+                  layers 1-2: 2 bytes - 2 for b (charged, but made before) + 2 for b (received) = 2 bytes
+                  layer 2:    0 bytes + 2 for c (received) = 2 bytes
     """
 
     def __init__(
@@ -169,36 +176,53 @@ class _SavedBytes:
         samples: int,
         needed: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        never = len(saved_by_layers)
+        savers, charges = _charge(sizes, saved_by_layers)
         charged = [saved.base_bytes + saved.per_sample_bytes * samples for saved in saved_by_layers]
-        # for each boundary: (bytes, layer number): add the bytes for a stage that begins there, if it has that layer
-        crossing: list[list[tuple[int, int]]] = [[] for _ in sizes]
-        keepers = [never] * len(sizes[-1])  # per tensor that crosses a boundary, the first layer that keeps it
-        for at in reversed(range(len(saved_by_layers))):
-            saved = saved_by_layers[at]
-            given = len(sizes[at])
-            keepers = [never] * given + keepers  # inputs of the layer, then its outputs
-            for position in saved.tensors:
-                keepers[position] = at
-            for out in reversed(range(len(sizes[at + 1]))):
-                size, keeper = sizes[at + 1][out], keepers[given + out]
-                other = saved.same_memory[out] if saved.same_memory else None
-                if other is not None:
-                    keepers[other] = min(keepers[other], keeper)
-                elif keeper < never:
-                    charged[keeper] += size
-                    for boundary in range(at + 1, keeper + 1):  # stages that begin there receive it, see below
-                        crossing[boundary].append((-size, keeper))
-            keepers = keepers[:given]
-            crossing[at] += zip(sizes[at], keepers if needed is None else needed[at], strict=True)
+        for _, saver, size in charges:
+            charged[saver] += size
+        corrections = _correct(sizes, savers if needed is None else needed, charges)
         self._charged = np.cumsum([0, *charged])
-        width = max(map(len, crossing))
-        rows = [[*terms, *[(0, never)] * (width - len(terms))] for terms in crossing]
-        self._crossing = np.array(rows, dtype=np.int64).reshape(len(rows), width, 2)
+        width = max(map(len, corrections))
+        rows = [[*terms, *[(0, 0)] * (width - len(terms))] for terms in corrections]
+        self._corrections = np.array(rows, dtype=np.int64).reshape(len(rows), width, 2)
 
     def of(self, first: Layers, end: Layers) -> NDArray[np.int64]:
-        """The bytes that layers `first` to `end - 1` keep."""
-        sizes, keepers = self._crossing[first, :, 0], self._crossing[first, :, 1]
-        crossing = (sizes * (keepers < np.asarray(end)[..., None])).sum(axis=-1)
-        saved_by_layers: NDArray[np.int64] = self._charged[end] - self._charged[first] + crossing
-        return saved_by_layers
+        """The bytes that layers `first` to `end - 1` save."""
+        sizes, savers = self._corrections[first, :, 0], self._corrections[first, :, 1]
+        correction = (sizes * (savers < np.asarray(end)[..., None])).sum(axis=-1)
+        saved_bytes: NDArray[np.int64] = self._charged[end] - self._charged[first] + correction
+        return saved_bytes
+
+
+def _charge(
+    sizes: Sequence[Sequence[int]], saved_by_layers: Sequence[SavedMemory]
+) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """For each boundary, the first layer after it that saves each tensor that crosses it (the number of layers if none
+    does); and for each saved tensor, the layer that makes it, the first layer that saves it, and its bytes."""
+    never = len(saved_by_layers)
+    savers, charges = [[never] * len(sizes[-1])], []
+    for at in reversed(range(never)):
+        saved, given = saved_by_layers[at], len(sizes[at])
+        first = [never] * given + savers[-1]  # of the layer's inputs, then its outputs
+        for position in saved.tensors:
+            first[position] = at
+        for out in reversed(range(len(sizes[at + 1]))):
+            saver = first[given + out]
+            other = saved.same_memory[out] if saved.same_memory else None
+            if other is not None:
+                first[other] = min(first[other], saver)
+            elif saver < never:
+                charges.append((at, saver, sizes[at + 1][out]))
+        savers.append(first[:given])
+    return savers[::-1], charges
+
+
+def _correct(
+    sizes: Sequence[Sequence[int]], savers: Sequence[Sequence[int]], charges: Sequence[tuple[int, int, int]]
+) -> list[list[tuple[int, int]]]:
+    """For each boundary, pairs (bytes, layer): a stage that begins there has these bytes more if it has that layer."""
+    corrections = [list(zip(*boundary, strict=True)) for boundary in zip(sizes, savers, strict=True)]
+    for maker, saver, size in charges:
+        for boundary in range(maker + 1, saver + 1):  # a stage that begins there receives what it is charged for
+            corrections[boundary].append((-size, saver))
+    return corrections
