@@ -185,27 +185,49 @@ def layout_of(config: TrainConfig, torchrun: Torchrun | None = None) -> Layout:
 def place_stages(
     settings: PipelineSettings, gpus: int, threads: int | None, torchrun: Torchrun | None, *, is_local: bool = True
 ) -> Layout:
-    """The layout, without memory limits, of a run that may use so many GPUs of this machine, in processes of `threads`
+    """The layout, without memory limits, of a run that may use `gpus` GPUs of this machine, in processes of `threads`
     threads (None: their share of the cores); `is_local`: the plan is for this machine.
+
+    Each pipeline has P processes and the stages in rows, as many as n devices, the number that the settings ask for,
+    or fewer. G is the number of GPUs for each of the R pipelines.
+
+        started by   stages              P                rows         devices
+        torchrun     on CPUs             world size / R   P, n if P=1  the CPU
+        torchrun     on GPUs             world size / R   P, n if P=1  the GPU of each process
+        gpipe        on a CPU, together  1                n            the CPU
+        gpipe        on GPUs, together   1                min(n, G) *  the GPUs of the pipeline
+        gpipe        on CPUs             n                n            the CPU
+        gpipe        on GPUs             min(n, G) *      P            the GPU of each process
+
+    Together are all stages with executor=in_process, or a single stage. *: n where a setting fixes the rows.
 
     Raises InputError for missing devices, and for a number of processes that does not fit the settings.
     """
     partitions, replicas = settings.partitions, settings.replicas
     rows = _rows(settings, None)
+    number_of_rows = 1 + max(rows)
     _check_stages_per_process(settings)
     if torchrun is None:
-        processes = _processes_without_torchrun(settings, 1 + max(rows), gpus)
+        processes = _processes_without_torchrun(settings, number_of_rows, gpus)
     else:
-        processes = _processes_under_torchrun(settings, 1 + max(rows), torchrun)
-    rank_of_stage = (0,) * partitions
+        processes = _processes_under_torchrun(settings, number_of_rows, torchrun)
+
+    drives_gpus = processes == 1 and torchrun is None and gpus >= replicas  # the process, all GPUs of its pipeline
     if processes > 1:
-        rank_of_stage = rows = rows if processes == 1 + max(rows) else _rows(settings, processes)
+        number_of_rows = processes
+    elif drives_gpus and not _fixed_by(settings):
+        number_of_rows = min(number_of_rows, gpus // replicas)
+    if number_of_rows != 1 + max(rows):
+        rows = _rows(settings, number_of_rows)
+    rank_of_stage = rows if processes > 1 else (0,) * partitions
+
     if gpus == 0:
         devices = (("cpu",) * partitions,) * replicas
-    elif processes == 1 and torchrun is None and gpus >= replicas:
-        rows, devices = _gpus_of_one_process(settings, rows, gpus // replicas)
+    elif drives_gpus:
+        devices = _gpus_of_one_process(rows, replicas, gpus // replicas)
     else:
         devices = _gpu_of_each_process(settings, rank_of_stage, gpus, torchrun)
+
     threads = threads or default_threads(processes * replicas)
     layout = Layout(devices, rank_of_stage, rows, threads, 0, is_local, torchrun)
     concurrent_devices = (1 + max(layout.device_of_stage)) * replicas
@@ -290,11 +312,13 @@ def placement_of(settings: PipelineSettings) -> PlacementName:
     return given or default  # type: ignore[return-value]  # the settings were checked
 
 
-def _fixes_rows(settings: PipelineSettings) -> str | None:
-    """The setting that itself says how many devices there are, if any does: a file, or a schedule of its own shape."""
+def _fixed_by(settings: PipelineSettings) -> str | None:
+    """The setting that fixes the number of rows, if any does: a file, a schedule on a V, or `stages_per_process`."""
     if settings.placement_is_file:
         return "placement"
-    return "schedule" if settings.schedule_is_file or _order(settings).placement == "v" else None
+    if settings.schedule_is_file or _order(settings).placement == "v":
+        return "schedule"
+    return None if settings.stages_per_process is None else "stages_per_process"
 
 
 def _check_stages_per_process(settings: PipelineSettings) -> None:
@@ -323,7 +347,7 @@ def _processes_without_torchrun(settings: PipelineSettings, rows: int, gpus: int
     """The number of processes that the command starts for each pipeline."""
     if settings.partitions == 1 or settings.executor == "in_process":
         return 1
-    if settings.stages_per_process is not None or _fixes_rows(settings):
+    if _fixed_by(settings):
         return rows
     return min(rows, max(1, gpus // settings.replicas)) if gpus else rows
 
@@ -346,7 +370,7 @@ def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: T
     processes = torchrun.world_size // replicas
     if per_process is not None and processes != rows:
         raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
-    if (setting := _fixes_rows(settings)) and 1 < processes != rows:
+    if (setting := _fixed_by(settings)) and 1 < processes != rows:
         why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
         raise InvalidSettingError(setting, getattr(settings, setting), why)
     return processes
@@ -355,17 +379,12 @@ def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: T
 _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
-def _gpus_of_one_process(
-    settings: PipelineSettings, rows: Sequence[int], gpu_count: int
-) -> tuple[tuple[int, ...], _Devices]:
-    """The row and the devices of each stage, if every pipeline has a single process, which drives `gpu_count` GPUs."""
-    if settings.stages_per_process is None and not _fixes_rows(settings):
-        rows = _rows(settings, min(gpu_count, 1 + max(rows)))
-    used_gpus = min(gpu_count, 1 + max(rows))
-    gpus = [row * used_gpus // (1 + max(rows)) for row in rows]
-    return tuple(rows), tuple(
-        tuple(f"{DEVICE_TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(settings.replicas)
-    )
+def _gpus_of_one_process(rows: Sequence[int], replicas: int, gpu_count: int) -> _Devices:
+    """The devices of each stage, if each pipeline has one process, which drives `gpu_count` GPUs; rows share GPUs
+    where there are too few."""
+    number_of_rows = 1 + max(rows)
+    gpus = [row * min(gpu_count, number_of_rows) // number_of_rows for row in rows]
+    return tuple(tuple(f"{DEVICE_TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(replicas))
 
 
 def _gpu_of_each_process(
