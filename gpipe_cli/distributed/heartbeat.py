@@ -72,7 +72,7 @@ class Heartbeat:
         beat = 0
         looked_at = time.monotonic()
         try:
-            # a connection of its own: a call that blocks holds up all others on the same connection
+            # a separate connection: a call that blocks holds up all others on the same connection
             store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False,
                                   timeout=timedelta(seconds=self._limit))  # fmt: skip
             while not self._ending.wait(min(_SLICE_SECONDS, self._interval)):

@@ -54,7 +54,7 @@ def choose(
     of this machine do not count.
 
     Raises:
-        NothingFitsError: no candidate fits the memory limit; the line has the smallest change that would fit.
+        NothingFitsError: no candidate fits the memory limit; the message has the smallest change that would fit.
         InputError: there is nothing to choose from, or no candidate can be run.
     """
     planner = _Planner(profile, costs_of, torchrun)
@@ -93,7 +93,7 @@ class _Planner:
         return fits(config, self.profile, layout_of(config, self.torchrun))
 
     def fastest(self, config: TrainConfig, auto: frozenset[str], other_machine: bool) -> Choice:
-        """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
+        """The candidate with the shortest step. Raises NothingFitsError or InputError if there is none."""
         keys = [key for key in AUTO if key in auto]
         tried: list[Candidate] = []
         for variant in _candidates(config, auto, len(self.profile.costs), self.torchrun, other_machine):
@@ -117,47 +117,45 @@ class _Planner:
 
     def largest_mini_batch(self, config: TrainConfig, key: str) -> Choice:
         """The largest mini-batch with which a cut fits the memory, and the next larger mini-batch. The number of
-        samples is a multiple of M R and at most that of the training set. `key`: `batch_size`, or `batch_tokens`, where
-        all sentences have the greatest length.
+        samples is a multiple of M R, and at most the training set's. `key`: `batch_size`, or `batch_tokens`, where all
+        sentences have the maximum length.
 
         The chosen configuration includes the memory limit, so that its stages are cut for it.
 
         Raises:
-            NothingFitsError: not even a single sample a micro-batch fits; the line has the smallest change that would.
+            NothingFitsError: not even one sample per micro-batch fits; the message has the smallest change that would.
             InputError: the memory of the devices is not known.
         """
         with_limit = layout_of(replace(config, recompute="auto"), self.torchrun)  # without a limit, the devices' memory
         if with_data_sheet(config.hardware, with_limit.devices).memory_gib is None:
-            use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
+            use = "give hardware.memory_gib=8, or hardware=... with a known memory"
             raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
         if config.hardware.memory_gib is None:
             assert with_limit.limit_bytes is not None
             config = replace(config, hardware=replace(config.hardware, memory_gib=with_limit.limit_bytes / 2**30))
-        limit = max(
-            1, _training_samples(config) // (config.micro_batches * config.replicas)
-        )  # samples of a micro-batch
+        micro_batch_limit = max(1, _training_samples(config) // (config.micro_batches * config.replicas))
         sized = partial(with_samples, config, self.profile, key)
 
         def planned(planner: _Planner, samples: int) -> Candidate:
             variant = sized(samples)
             return planner.candidate(str(getattr(variant, key)), variant)
 
-        fitting = bisect_left(range(1, limit + 1), True, key=lambda samples: not self.fits(sized(samples)))
+        fitting = bisect_left(range(1, micro_batch_limit + 1), True, key=lambda samples: not self.fits(sized(samples)))
         chosen = planned(self, max(1, fitting))
         while chosen.over is not None and fitting > 1:  # schedule=auto may find another order by `costs_of`
             fitting -= 1
             chosen = planned(self, fitting)
         if chosen.over is not None:
-            raise self.nothing_fits_error(chosen, f"{key}=auto: not even one sample a micro-batch fits; ")
-        if fitting == limit:
+            raise self.nothing_fits_error(chosen, f"{key}=auto: not even one sample per micro-batch fits; ")
+        if fitting == micro_batch_limit:
             return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
         larger = planned(replace(self, costs_of=predicted_costs), fitting + 1)
         return Choice(key, "the largest that fits the memory", (chosen, larger), chosen)
 
-    def nothing_fits_error(self, unfit: Candidate, prefix: str) -> NothingFitsError:
-        """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
-        model, and both rather than the memory."""
-        config, error = unfit.config, unfit.over
+    def nothing_fits_error(self, closest: Candidate, prefix: str) -> NothingFitsError:
+        """The error that names the stage that exceeds the limit, by how much, and what to change: settings rather than
+        the model, and both rather than the memory."""
+        config, error = closest.config, closest.over
         assert error is not None
         given, balance = config.hardware.memory_gib, config.partition.balance
         automatic = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
@@ -235,7 +233,7 @@ def _recompute_choices(plan: Plan) -> Iterator[Choice]:
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
-    """The configuration with micro-batches of `samples` of the greatest length; `key`: one of AUTO_BATCH."""
+    """The configuration with micro-batches of `samples` of the maximum length; `key`: one of AUTO_BATCH."""
     units = 1 if key == "batch_size" else max(profile.lengths)
     size: dict[str, Any] = {key: samples * config.micro_batches * config.replicas * units}
     return replace(config, **size)
@@ -258,7 +256,7 @@ def _candidates(
 ) -> list[TrainConfig]:
     """The configurations to try: those with enough devices, and with a sample for every micro-batch.
 
-    Raises InputError if there is no choice of `micro_batches`.
+    Raises InputError if `micro_batches` cannot be chosen.
     """
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
     order = ORDERS.get(config.schedule, Order())
@@ -274,7 +272,7 @@ def _candidates(
     if "micro_batches" in auto:
         if config.batch_size is None:
             raise InputError(
-                f"micro_batches=auto: batch_tokens={config.batch_tokens} does not say how many samples there are; "
+                f"micro_batches=auto: batch_tokens={config.batch_tokens} does not give the number of samples; "
                 "give a number, e.g. micro_batches=4"
             )
         if config.batch_size == 1:
@@ -287,8 +285,8 @@ def _candidates(
     candidates = []
     for k, r, m in product(partitions, replicas, micro_batches):
         processes = order.devices(k, stages_per_process) * r
-        unfit = processes > devices if torchrun is None else processes != devices
-        if not (unfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
+        misfit = processes > devices if torchrun is None else processes != devices
+        if not (misfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
             candidates.append(replace(config, partitions=k, replicas=r, micro_batches=m))
     return candidates
 
@@ -343,7 +341,7 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
     """
     if layout_of(config).memory is None:
         raise InputError(
-            "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a memory of its own"
+            "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a known memory"
         )
     began = time.monotonic()
 

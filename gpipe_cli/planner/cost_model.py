@@ -1,5 +1,5 @@
-"""What layers cost on a machine (c_i in section 2.1 of the paper), by a device's data sheet or measured.
-All predictions read these `StepCosts`: the cut, `gpipe plan`, and the line that a run prints after 20 steps.
+"""What layers cost on a machine (c_i in section 2.1 of the paper), by a device's data sheet or measured. All
+predictions read these `StepCosts`: the cut, `gpipe plan`, and what a run prints after 20 steps.
 """
 
 import math
@@ -23,8 +23,8 @@ from gpipe_cli.schedule.simulator import EdgeCost, TieCost
 class LayerSeconds:
     """Seconds of a layer for a micro-batch."""
 
-    forward: float  # a forward that keeps nothing
-    graph: float  # a forward that keeps what the backward needs, such as a recomputation
+    forward: float  # a forward that saves nothing
+    graph: float  # a forward that saves what the backward needs, such as a recomputation
     backward: float
     inputs: float = 0.0  # gradients of inputs, which the previous stage waits for; 0 if backwards are not split
     weights: float = 0.0  # gradients of weights
@@ -36,7 +36,7 @@ class MeasuredCosts:
     beyond these the seconds of a layer are linear in the size."""
 
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
-    # per layer, for both sizes: a forward, a forward that keeps its graph, a backward, and its halves if it is split
+    # per layer, for both sizes: a forward, a forward that saves its graph, a backward, and its halves if it is split
     seconds: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
     updates: Sequence[float]  # seconds per step of the update of each layer's weights
     set_up: float  # seconds of work that is done once per step

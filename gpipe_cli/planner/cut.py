@@ -114,7 +114,7 @@ def work_of(costs: StepCosts, *, with_recompute: bool) -> list[float]:
 
 
 def sends_of(costs: StepCosts) -> dict[str, Any]:
-    """The arguments of `partition` that say what is sent."""
+    """The arguments of `partition` for what is sent."""
     return {
         "forward_sends": [edge.forward_seconds for edge in costs.edges],
         "backward_sends": [edge.backward_seconds for edge in costs.edges],

@@ -67,7 +67,7 @@ def data_sheet_of(gpu: Gpu) -> str | None:
 
 def gpu_of(device: str) -> Gpu | None:
     """The GPU that a device name stands for; None for `cpu`, and without a driver. Devices of other machines count as
-    those of this machine, as all machines of a run have equally many GPUs."""
+    devices of this machine, as all machines of a run have equally many GPUs."""
     gpus = usable_gpus() if device != "cpu" else ()
     return gpus[int(device.partition(":")[2]) % len(gpus)] if gpus else None
 

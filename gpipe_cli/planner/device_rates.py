@@ -18,8 +18,8 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationCounts, OperationKind
 # overlapping windows and only as wide as the channels. From ResNet-50 on A100 and V100 in the recipe `published`.
 _CONVOLUTIONS_REACH = 0.46
 
-# Seconds of a GPU's host per operation that it launches, the Python of layers included: those of AmoebaNet-D (18, 256)
-# and of the default job beside an H100 (recipes/gpus.md).
+# Seconds of a GPU's host per operation that it launches, the Python of layers included: measured for AmoebaNet-D (18,
+# 256) and the default job, with an H100 (recipes/gpus.md).
 _LAUNCH_SECONDS = 37e-6
 
 # Where seconds come from: the device's data sheet; another device's, if it has none (then only the ratios of layers are

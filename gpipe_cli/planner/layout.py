@@ -66,7 +66,9 @@ class Layout:
     rank_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
     threads: int  # threads of each process; by default its share of the cores
-    concurrent_devices: int  # how many devices of all pipelines can compute at once, as CPU processes share cores
+    concurrent_devices: (
+        int  # how many devices of all pipelines can compute at the same time, as CPU processes share cores
+    )
     is_local: bool  # whether the plan is for this machine; others have as many devices as needed
     torchrun: Torchrun | None  # this process, if torchrun started it
     memory: Memory | None = None  # the memory limit of the stages; None if there is none
@@ -83,8 +85,7 @@ class Layout:
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
-        """The number of each stage's device, from 0 on: stages with the same number take turns. Each process on a CPU
-        is a device of its own."""
+        """The number of each stage's device, from 0 on; each process on a CPU is a separate device."""
         if not self.is_local:
             return self.row_of_stage
         places = list(zip(self.rank_of_stage, self.devices, strict=True))
@@ -142,8 +143,8 @@ class Layout:
 
     @property
     def one_device(self) -> bool:
-        """Whether all stages take turns on a single device, or there are too few cores for the threads, so that a
-        measurement does not show a pipeline's speed."""
+        """Whether all stages share a single device, or there are too few cores for the threads, so that a measurement
+        does not show a pipeline's speed."""
         in_turns = not self.distributed and len(self.devices) > 1 and len(set(self.devices)) == 1
         return in_turns or self.short_of_cores
 
@@ -174,7 +175,8 @@ class Layout:
 def layout_of(config: TrainConfig, torchrun: Torchrun | None = None) -> Layout:
     """The layout of a configuration; `torchrun`: this process, if torchrun started it.
 
-    Raises InputError as `place_stages`, and for a `recompute=auto` without a known device memory.
+    Raises InputError for missing devices, a number of processes that does not fit the settings, and `recompute=auto`
+    without a known device memory.
     """
     layout = place_stages(
         config, number_of_gpus(config), config.threads, torchrun, is_local=config.hardware.is_this_machine
@@ -306,7 +308,7 @@ def _order(settings: PipelineSettings) -> Order:
 
 
 def placement_of(settings: PipelineSettings) -> PlacementName:
-    """The placement that the settings name, or that suits the schedule. A file has no name: `_rows` reads it."""
+    """The placement that the settings name, or that matches the schedule. A file has no name: `_rows` reads it."""
     given = settings.placement or _order(settings).placement
     default = "looped" if settings.schedule == AUTO_SCHEDULE else "neighbours"
     return given or default  # type: ignore[return-value]  # the settings were checked
@@ -328,18 +330,16 @@ def _check_stages_per_process(settings: PipelineSettings) -> None:
         return
     if settings.schedule_is_file or settings.placement_is_file:
         given = f"schedule={settings.schedule}" if settings.schedule_is_file else f"placement={settings.placement}"
-        raise InvalidSettingError("stages_per_process", per_process, f"{given} says it; leave it out")
+        raise InvalidSettingError("stages_per_process", per_process, f"{given} already gives it; remove it")
     if _order(settings).placement == "v" and per_process != 2:
-        raise InvalidSettingError(
-            "stages_per_process", per_process, f"schedule={settings.schedule} has two; leave it out"
-        )
+        raise InvalidSettingError("stages_per_process", per_process, f"schedule={settings.schedule} has two; remove it")
     if per_process > partitions:
         use = f"use stages_per_process={partitions}, or partitions={per_process} or more"
         raise InvalidSettingError(
             "stages_per_process", per_process, f"a pipeline has only {plural(partitions, 'stage')}; {use}"
         )
     if settings.executor == "in_process" and placement_of(settings) == "neighbours":
-        why = "executor=in_process has all stages in one process; leave one of the two out"
+        why = "executor=in_process has all stages in one process; remove one of the two"
         raise InvalidSettingError("stages_per_process", per_process, why)
 
 
@@ -360,7 +360,7 @@ def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: T
     if torchrun.world_size % replicas:
         raise InvalidSettingError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
     if settings.executor == "in_process" and torchrun.world_size > replicas:
-        raise InputError(f"executor=in_process: {cause}; start one for each replica, or leave executor out")
+        raise InputError(f"executor=in_process: {cause}; start one for each replica, or remove executor")
     if torchrun.world_size > partitions * replicas:
         raise InputError(
             f"partitions={partitions}: {cause}, and each needs a stage; use "
@@ -369,7 +369,7 @@ def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: T
         )
     processes = torchrun.world_size // replicas
     if per_process is not None and processes != rows:
-        raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
+        raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; remove it")
     if (setting := _fixed_by(settings)) and 1 < processes != rows:
         why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
         raise InvalidSettingError(setting, getattr(settings, setting), why)
@@ -390,7 +390,7 @@ def _gpus_of_one_process(rows: Sequence[int], replicas: int, gpu_count: int) -> 
 def _gpu_of_each_process(
     settings: PipelineSettings, rank_of_stage: Sequence[int], gpus: int, torchrun: Torchrun | None
 ) -> _Devices:
-    """The devices of each stage, if every process has a GPU of its own. Raises InputError if there are too few."""
+    """The devices of each stage, if every process has its own GPU. Raises InputError if there are too few."""
     partitions, replicas = settings.partitions, settings.replicas
     processes = 1 + max(rank_of_stage)
     local_processes = processes * replicas if torchrun is None else torchrun.local_world_size

@@ -1,5 +1,5 @@
 """Settings that the machine decides where the user has not. Both decide the last bits of results, so a run keeps them,
-wherever it goes on."""
+wherever it is resumed."""
 
 from dataclasses import replace
 

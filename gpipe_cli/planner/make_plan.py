@@ -23,7 +23,7 @@ from gpipe_cli.schedule.search import Problem, search_order
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
 
 SHORTEST = "the shortest predicted step that fits"
-_SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
+_SHOWN = 3  # number of the fastest orders of schedule=auto that are shown next to the named ones
 
 
 CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
@@ -41,7 +41,7 @@ def plan_step(
 
 
 def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Plan:
-    """Cut the model for `config`, order the actions of a step and simulate it; `costs` are those of a mean micro-batch.
+    """Cut the model for `config`, order the actions of a step and simulate it; `costs` are for a mean micro-batch.
 
     Raises:
         TooLargeError: no cut stays below the layout's limit to the memory on every stage.
@@ -83,8 +83,8 @@ def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
 
 
 def _recompute(cut: Cut) -> RecomputePlan:
-    """What the settings say or, for `auto`, none if that fits, and as little as fits each stage's share of its device's
-    memory; `except_last` if nothing fits."""
+    """The setting or, for `auto`, none if that fits, and as little as fits each stage's share of its device's memory;
+    `except_last` if nothing fits."""
     if cut.config.recompute != "auto":
         return cut.config.recompute
     if len(set(cut.device_of_stage)) < len(cut.balance):

@@ -38,7 +38,7 @@ from gpipe_cli.units import plural
 class LayerWeights:
     """What a layer stores, whatever the size of a micro-batch: three counts, then bytes."""
 
-    parameters: int  # number of parameters; those of a tied weight count in the first layer that has it
+    parameters: int  # number of parameters; a tied weight's count in the first layer that has it
     trained: int  # number of these that are trained
     tensors: int  # number of parameter tensors
     weight_bytes: int  # parameters and buffers
@@ -51,7 +51,7 @@ class LayerWeights:
 @dataclass(frozen=True)
 class TiedWeight:
     """A weight that several layers have. A stage with several of them has its values, and its optimizer's state, once;
-    each layer has gradients of its own."""
+    each layer has its own gradients."""
 
     tie: Tie
     layers: tuple[int, ...]  # the numbers of these layers
@@ -69,7 +69,7 @@ class TracedModel:
     shared: tuple[Shared, ...]  # the pairs of layers that must stay in one stage
 
     def boundaries(self, balance: Sequence[int]) -> tuple[tuple[Boundary, ...], tuple[Boundary, ...]]:
-        """What crosses between stages of so many layers, in training and in evaluation."""
+        """What crosses between stages of `balance` layers, in training and in evaluation."""
         last = [end - 1 for end in accumulate(balance[:-1])]
         return tuple(self.costs[at].outputs for at in last), tuple(self.evaluation[at].outputs for at in last)
 
@@ -90,7 +90,7 @@ class ModelProfile(TracedModel):
 
     @property
     def splits(self) -> bool:
-        """Whether the two halves of backwards were traced, too."""
+        """Whether the two halves of backwards were also traced."""
         return any(cost.split_backward is not None for cost in self.costs)
 
 
@@ -106,14 +106,14 @@ def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -
     """Trace the model for sentences of `lengths` (default: the greatest possible), with the two halves of backwards if
     the schedule may split them. The last few profiles are cached, as the cells of a table mostly share one.
 
-    Raises InputError, one line, if the model does not fit the data set, or its layers do not fit each other.
+    Raises InputError if the model does not fit the data set, or its layers do not fit each other.
     """
     lengths = build.max_lengths(config) if lengths is None else lengths
     return _profile(_traced(config), lengths)
 
 
 def number_of_layers(config: TrainConfig) -> int:
-    """The number of the model's layers, which is built but not traced. Raises InputError as `profile_model` does."""
+    """The number of the model's layers, which is built but not traced. Raises InputError if it cannot be built."""
     return len(_model(_traced(config)))
 
 
@@ -213,7 +213,7 @@ def check_single_samples(
 
 
 def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, tied_elsewhere: Container[str]) -> LayerWeights:
-    """The weights of layer `name`; `tied_elsewhere`: names of parameters that an earlier layer has, too."""
+    """The weights of layer `name`; `tied_elsewhere`: names of parameters that an earlier layer also has."""
     parameters, buffers = list(layer.parameters()), list(layer.buffers())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     first = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" not in tied_elsewhere]
@@ -259,5 +259,5 @@ def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, .
         target = getattr(config.model, "target", config.model.name)
         raise InputError(
             f"model.target={target}: returns {shape} for {samples} samples, and dataset={config.dataset.name} has "
-            f"{classes} {what}: {wanted} is needed; mend the model's last layer"
+            f"{classes} {what}: {wanted} is needed; fix the model's last layer"
         )

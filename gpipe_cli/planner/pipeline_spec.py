@@ -35,7 +35,7 @@ class PipelineCut:
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     order: Schedule  # the actions of a training step with all M micro-batches
-    recompute: RecomputePlan  # micro-batches to recompute, unless `order` has recomputations of its own
+    recompute: RecomputePlan  # micro-batches to recompute, unless `order` already has recomputations
     layout: Layout
     memory_format: str = "contiguous"
     precision: str = "float32"

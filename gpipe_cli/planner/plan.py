@@ -38,7 +38,7 @@ _GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid is unreadable
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer; operations, bytes and seconds are those of the largest micro-batch."""
+    """A layer; operations, bytes and seconds are for the largest micro-batch."""
 
     name: str
     stage: int
@@ -52,7 +52,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage; operations, sent bytes and seconds are those of the largest micro-batch."""
+    """A stage; operations, sent bytes and seconds are for the largest micro-batch."""
 
     process: int
     layers: tuple[str, ...]
@@ -140,7 +140,7 @@ class Plan(Cut):
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
-        """The most bytes of activations that autograd saves at once on each stage."""
+        """The peak bytes of activations that autograd saves on each stage."""
         return self.memory_model.saved(self.schedule, self.bounds)
 
     def saved_bytes_of(self, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -366,7 +366,7 @@ class Plan(Cut):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value that was tried; `plan` is None if it does not fit or is impossible, and `reason` says why."""
+    """One value that was tried; `plan` is None if it does not fit or is impossible, for this `reason`."""
 
     value: str  # `8`, `except_last`
     config: TrainConfig

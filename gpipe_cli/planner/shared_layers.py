@@ -1,7 +1,7 @@
 """Finds layers that share something and must stay in the same stage, as a stage owns its layers (paper section 2.1).
 
 Every process allocates its own layers. If two layers in different processes shared a buffer or a module, each process
-would change a copy of its own, without an error. Parameters alone may be shared by any stages
+would change its own copy, without an error. Parameters alone may be shared by any stages
 (`pipeline/runtime/tied_weights.py`).
 
 Layers share what torch registers as part of both, whether or not a forward uses it: a module may count its calls. They
@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 
 @dataclass(frozen=True)
 class Shared:
-    """Layer number `second` shares something with the earlier layer number `first`; `text` says what."""
+    """Layer number `second` shares something with the earlier layer number `first`, described in `text`."""
 
     first: int
     second: int
@@ -69,7 +69,7 @@ def _check_separate_memory(model: nn.Sequential, setting: str) -> None:
         if first != name:
             raise InputError(
                 f"{setting}: {first} and {name} are two tensors in the same memory, which a stage would move apart; "
-                "let them be one tensor, or let a layer read that of the other whenever it is run"
+                "let them be one tensor, or let a layer read the other layer's tensor whenever it is run"
             )
 
 

@@ -83,7 +83,7 @@ def _1f1b(partitions: int, micro_batches: int, devices: int) -> Rows:
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then forwards and backwards in turns, then the remaining backwards."""
+    """`warm_up` forwards, then forwards and backwards alternately, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     return [*forwards[:warm_up], *chain(*pairs), *backwards[len(forwards) - warm_up :]]
@@ -100,7 +100,7 @@ def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
         stages = range(device, partitions, devices)
         forwards = [Action(Kind.F, k, m) for group in groups for k in stages for m in group]
         backwards = [Action(Kind.B, k, m) for group in groups for k in reversed(stages) for m in group]
-        # ticks until the first gradient can have come back: none on a single device, two for each of P devices
+        # ticks until the first gradient can have returned: none on a single device, two for each of P devices
         first_warm_up = 2 * (devices - 1 - device) if stages_per_device > 1 else devices - 1 - device
         yield _alternate(forwards, backwards, first_warm_up + (stages_per_device - 1) * len(groups[0]))
 

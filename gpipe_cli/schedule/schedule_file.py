@@ -7,7 +7,7 @@ weights (`0UNSHARD`), which torch writes unless it is told `compute_only`, are s
 
 Recomputations (`1R0`) are our extension. A file with any has to list all; for a file without, `recompute` decides.
 
-A placement is such a file, too: all that counts is which row a stage is in. So a cell may also be a stage alone (`7`).
+A placement is also such a file, of which only the row of each stage counts. So a cell may also be a stage alone (`7`).
 """
 
 import csv
@@ -36,7 +36,7 @@ _AN_ACTION = "a stage, one of F R B I W and a micro-batch: 0F0"
 def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     """The schedule in the file `path`, which must have this number of `partitions` and of `micro_batches`.
 
-    Raises ScheduleError, which says what is wrong and where, but does not name the file.
+    Raises ScheduleError, which reports what is wrong and where, but does not name the file.
     """
     rows = _parse_rows(path, _parse_actions, f"empty, or {_AN_ACTION}")
     if not rows:
@@ -51,7 +51,7 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
 
 
 def read_placement(path: str, partitions: int) -> tuple[int, ...]:
-    """The device of each of this number of stages, by the file `path`. Raises ScheduleError, as `read_schedule`."""
+    """The device of each of this number of stages, by the file `path`. Raises ScheduleError, without its name."""
     device_of_stage: dict[int, int] = {}
     for device, stages in enumerate(_parse_rows(path, _parse_stages, f"empty, or a stage (0), or {_AN_ACTION}")):
         for stage in stages:
@@ -59,7 +59,7 @@ def read_placement(path: str, partitions: int) -> tuple[int, ...]:
                 rows = f"rows {device_of_stage[stage]} and {device}"
                 raise ScheduleError(f"has stage {stage} in {rows}; leave it in the row of the device that computes it")
     if not device_of_stage:
-        raise ScheduleError("has no stage; write those of each device in a row")
+        raise ScheduleError("has no stage; write the stages of each device in a row")
     _check_number("partitions", 1 + max(device_of_stage), partitions)
     for stage in range(partitions):
         if stage not in device_of_stage:

@@ -154,5 +154,5 @@ def test_a_step_is_predicted_as_a_range_where_timings_scatter() -> None:
     steady = plan_of(configure(*EVEN), traced())
     assert steady.step_range is None
     for scatter, expected in (((0.97, 1.04), None), ((0.8, 1.5), (0.8, 1.5)), ((1.2, 2.0), (1.0, 2.0))):
-        plan = replace(steady, costs=replace(steady.costs, known=replace(timed(1.0, 2.0, 3.0), scatter=scatter)))
+        plan = replace(steady, costs=replace(steady.costs, rates=replace(timed(1.0, 2.0, 3.0), scatter=scatter)))
         assert plan.step_range == (expected and tuple(part * plan.step_seconds for part in expected))

@@ -46,7 +46,7 @@ class Run:
     module: nn.Module
     cross_layer_tensors: Mapping[str, torch.Tensor]  # what it reads of other layers' weights, by global name
     inputs: Tensors
-    outputs: Tensors  # what the layer returns, followed by what a `Stash` keeps
+    outputs: Tensors  # what the layer returns, followed by what a `Stash` saves
     in_tuple: bool  # whether the layer returns a tuple
     loss: torch.Tensor | None
     operations: OperationCounts
@@ -201,7 +201,7 @@ class _TensorOwners:
         self, layer: str, read: Mapping[int, torch.Tensor], expected: Collection[int]
     ) -> dict[str, torch.Tensor]:
         """The parameters and buffers of other layers, by global name, among the tensors that a layer has `read`, by
-        storage; `expected` are the storages of its own tensors and of its inputs.
+        storage; `expected` are the storages of its tensors and inputs.
 
         Raises InputError for a tensor that would not be trained: it belongs to no layer, or keeps its first values.
         """

@@ -1,7 +1,7 @@
-"""What a layer costs (paper section 2.1: the cost estimate c_i), what crosses its boundary, and what a stage keeps.
+"""What a layer costs (paper section 2.1: the cost estimate c_i), what crosses its boundary, and what a stage saves.
 
-The figures come from shapes alone (`tracing.py`), so that every process arrives at the same ones without a handshake,
-and hold for micro-batches of any size.
+The figures come from shapes alone (`tracing.py`), so that all processes agree without a handshake, and hold for
+micro-batches of any size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ Layers: TypeAlias = int | NDArray[np.int64]  # a layer's number, or an array of 
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """The memory that is kept for a layer's backward, described so that no tensor counts twice where layers meet;
+    """The memory that is saved for a layer's backward, described so that no tensor counts twice where layers meet;
     parameters and buffers are not counted.
 
-    `tensors` are positions of kept tensors among those that come in, followed by those that go out; all else takes
+    `tensors` are positions of saved tensors among the layer's inputs, followed by its outputs; all else takes
     `base_bytes + per_sample_bytes * samples` bytes, at the lengths that were traced. `same_memory[i]` is the position
     of the tensor whose memory output i shares; None if its memory is new.
     """
@@ -73,9 +73,9 @@ class OperationCounts:
 class SplitBackward:
     """A layer's backward in two halves. Their sum is more than the whole: a convolution reads the same data twice.
 
-    Between the halves the stage keeps inputs of products and convolutions (`saved_inputs`), and gradients of their
-    outputs (`saved_gradients`). In `saved_gradients` the tensors that come in are the gradients of the layer's outputs,
-    and those that go out are the gradients of its inputs.
+    Between the halves the stage saves inputs of products and convolutions (`saved_inputs`), and gradients of their
+    outputs (`saved_gradients`). In `saved_gradients` the inputs are the gradients of the layer's outputs, and the
+    outputs the gradients of its inputs.
     """
 
     inputs: OperationCounts = field(default_factory=OperationCounts)
@@ -86,9 +86,9 @@ class SplitBackward:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a layer. `parameters` counts all its parameters, `trained` the trained ones; `saved` is what
-    autograd keeps between forward and backward; `split_backward` is None if the backward is not split;
-    `cross_layer_tensors` are the parameters and buffers of other layers that it reads, by global name."""
+    """The cost of a layer. `parameters` counts all its parameters, `trained` the trained ones; `saved` is what autograd
+    saves between forward and backward; `split_backward` is None if the backward is not split; `cross_layer_tensors` are
+    the parameters and buffers of other layers that it reads, by global name."""
 
     name: str
     parameters: int
@@ -107,11 +107,11 @@ class LayerCost:
 
 
 class ActivationMemory:
-    """The bytes that a stage of any consecutive layers holds of a micro-batch of `samples` (the paper's L/K * N/M,
+    """The bytes that a stage of any consecutive layers saves of a micro-batch of `samples` (the paper's L/K * N/M,
     section 2.3).
 
-    `inputs` describes what the first layer gets; `lengths` are those that the costs were traced with, as what a layer
-    keeps inside may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
+    `inputs` describes what the first layer gets; `lengths` are the lengths that the costs were traced with, as what a
+    layer saves may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
     received: two that share memory in the previous stage are two here. A skip counts where it is popped.
     """
 
@@ -135,16 +135,16 @@ class ActivationMemory:
         )
 
     def held(self, first: int, end: int) -> SavedAmounts:
-        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch, in each of the ways of
+        """The bytes that a stage of layers `first` to `end - 1` saves of a micro-batch, in each of the ways of
         `SavedAmounts`.
 
-        A stage with nothing to train in it or before it has no backward, and keeps nothing. Between the halves of a
-        backward it keeps all of a tensor that crosses a boundary of layers, even if a product reads only a part.
+        A stage with nothing to train in it or before it has no backward, and saves nothing. Between the halves of a
+        backward it saves all of a tensor that crosses a boundary of layers, even if a product reads only a part.
         """
         return SavedAmounts(*self.of_stages(first, end).tolist())
 
     def of_stages(self, first: Layers, end: Layers) -> NDArray[np.int64]:
-        """`held` as an array (4,) in the order of its fields; for n stages at once, (4, n)."""
+        """`held` as an array (4,) in the order of its fields; for n stages, (4, n)."""
         layers = len(self._trained) - 1
         gradients = self._saved_gradients.of(layers - end, layers - first)
         weights = self._saved_inputs.of(first, end) + gradients
