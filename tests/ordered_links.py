@@ -3,8 +3,8 @@ nothing, and either ends or is stuck.
 
 The rule: operations of a process in one process group run one after another, and a send ends only when its receive
 runs. There is a group for each edge and direction. Receives are posted in the order of
-`schedule/prefetched_receives.py`, as on GPUs, or early, as on CPUs. Kernels are launched at once or, as when a kernel
-is first used, each when the device is idle.
+`schedule/prefetched_receives.py`, as on GPUs, or early, as on CPUs. Kernels are launched immediately or, as when a
+kernel is first used, each when the device is idle.
 """
 
 import random
@@ -137,7 +137,7 @@ class OrderedLink:
 
 class Stage:
     """Adds its index to the value of a micro-batch, and passes gradients on unchanged; each B or W gives its weight a
-    gradient. `skips`: pairs of stages, of which the first sends the value that it was given to the second, too."""
+    gradient. `skips`: pairs of stages, of which the first also sends the value that it was given to the second."""
 
     device, layer_name, needs_backward = CPU, "", True
 

@@ -1,9 +1,9 @@
 """Finds races of a program that launches its work on streams, without an accelerator (as torch.cuda._sanitizer does
-with one): tensors lie on the CPU and are computed at once, but nothing counts as done before an event says so.
+with one): tensors are on the CPU and are computed immediately, but nothing counts as done before an event says so.
 
 Every stream and every thread of the host has a vector clock (Fidge 1988; Mattern 1989). An operation that reads or
 writes memory must come after the last write, a write also after all reads; and memory that is freed must no longer be
-in use on another stream than that of its allocation, which is where the allocator gives it away again.
+in use on another stream than its allocation's, which is where the allocator gives it away again.
 
 Behind `system/accelerator.py`, a device is `cpu:N`; its tensors are those that were made on it.
 """
@@ -98,7 +98,7 @@ class Memory:
     """A storage: who has read and written it, as agent -> (number of the operation, its name)."""
 
     device: int | None  # None: memory of the host, or of the device that uses it first
-    stream: Stream | None  # that of its allocation
+    stream: Stream | None  # of its allocation
     written: dict[str, tuple[int, str]] = field(default_factory=dict)
     read: dict[str, tuple[int, str]] = field(default_factory=dict)
     kept_for: set[str] = field(default_factory=set)
@@ -247,7 +247,7 @@ class World:
 
     @contextmanager
     def watching(self, home: int | None) -> Iterator[None]:
-        """Inside, this thread's operations are watched; `home` is its device, None if it has several."""
+        """While active, this thread's operations are watched; `home` is its device, None if it has several."""
         self.here.home = home
         with _Watched(self):
             yield
@@ -366,7 +366,7 @@ class Work:
 
 
 class WatchedLink:
-    """One end of an edge, whose operations run on a stream of its own."""
+    """One end of an edge, whose operations run on a separate stream."""
 
     def __init__(self, world: World, messages: "deque[Message]", device: int, edge: Edge, peer: int) -> None:
         self.peer, self._world, self._messages = peer, world, messages
@@ -409,7 +409,7 @@ class WatchedLink:
 
 
 class WatchedGroup:
-    """One member's end of a group of replicas, whose collectives run in order on a stream of its own."""
+    """One member's end of a group of replicas, whose collectives run in order on a separate stream."""
 
     def __init__(self, world: World, calls: dict[int, dict[int, Any]], rank: int, size: int, device: int) -> None:
         self._world, self._calls, self._rank, self._size, self._device = world, calls, rank, size, device

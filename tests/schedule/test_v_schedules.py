@@ -59,7 +59,7 @@ def test_idle_ticks_and_graphs(line: str) -> None:
 
 def test_a_step_in_a_v() -> None:
     """More memory is never slower; an odd number of stages is the V without the second stage of the last device; no
-    step is slower than that of 1f1b on as many devices."""
+    step is slower than 1f1b's on as many devices."""
     for devices, micro_batches in itertools.product((1, 2, 3, 4, 5, 6, 9), (1, 2, 3, 7, 12)):
         for partitions in (2 * devices - 1, 2 * devices):
             before = 0.0

@@ -62,8 +62,8 @@ def test_a_convolution(stride: int, groups: int) -> None:
 
 
 def test_the_halves_of_a_backward() -> None:
-    """The gradients of weights that wait, and the rest: of layers with weights of their own, and with tied ones,
-    which a stage keeps apart until the step's end."""
+    """The gradients of weights that wait, and the rest: of layers with separate weights, and with tied ones, which a
+    stage keeps apart until the step's end."""
     with torch.device("meta"):
         layers = OrderedDict(
             first=nn.Linear(20, 30), second=nn.Linear(30, 30), norm=nn.BatchNorm1d(30), tied=nn.Linear(30, 30)
@@ -92,7 +92,7 @@ def test_a_layer_that_changes_its_input_is_named() -> None:
 
 
 def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
-    """A frozen prefix has no backward and hands on what needs no gradient; a frozen layer behind one that is trained
+    """A frozen prefix has no backward and passes on what needs no gradient; a frozen layer behind one that is trained
     has half of one."""
     layers = {
         "a": nn.Linear(20, 30), "b": nn.Linear(30, 30), "norm": nn.BatchNorm1d(30), "c": nn.Linear(30, 7),
@@ -108,7 +108,8 @@ def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
 
 
 def test_shapes_follow_samples_and_both_lengths() -> None:
-    """Sentences are padded anew in every mini-batch: what crosses a boundary must be known without a handshake."""
+    """Sentences are padded separately in every mini-batch: what crosses a boundary must be known without a
+    handshake."""
     ids, embedding = torch.int64, nn.Embedding(11, 6, device="meta")
 
     def forward(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -133,7 +134,7 @@ def test_shapes_follow_samples_and_both_lengths() -> None:
 def test_equal_layers_are_traced_once_and_cost_what_each_of_them_costs(
     name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal are layers of one kind with equal inputs, whether they are modules of their own or, for a plan, one."""
+    """Equal are layers of one kind with equal inputs, whether they are separate modules or, for a plan, the same."""
     sample = SAMPLES[name]
     build = partial(sample.build, **sizes)
     runs: list[str] = []
