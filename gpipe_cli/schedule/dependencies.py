@@ -83,10 +83,8 @@ def _priority(action: Action) -> tuple[int, int]:
 
 def order_with_saved_state(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
     """`topological_order`, with what the stage of each action retains of the micro-batch after it."""
-    retained = [with_saved_state(actions) for actions in schedule.stages]
-    return [
-        next(retained[action.stage]) for action in topological_order(schedule, device_of_stage)
-    ]  # stages keep their order
+    retained = [with_saved_state(actions) for actions in schedule.stages]  # stages keep their order
+    return [next(retained[action.stage]) for action in topological_order(schedule, device_of_stage)]
 
 
 def in_device_order(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:

@@ -22,9 +22,8 @@ class SavedAmounts(NamedTuple):
 
 
 _SAME = SavedAmounts()
-MEMORY_EFFECTS: Mapping[
-    tuple[Kind, Retain], tuple[SavedAmounts, SavedAmounts]
-] = {  # how the counts change when an action begins and ends
+# how the counts change when an action begins and ends
+MEMORY_EFFECTS: Mapping[tuple[Kind, Retain], tuple[SavedAmounts, SavedAmounts]] = {
     (Kind.F, Retain.NOTHING): (_SAME, _SAME),
     (Kind.F, Retain.INPUT): (SavedAmounts(input=1), _SAME),
     (Kind.F, Retain.ACTIVATIONS): (SavedAmounts(graph=1), _SAME),

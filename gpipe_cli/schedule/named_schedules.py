@@ -125,8 +125,8 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
 
 
 def _v_schedule(name: str) -> PlaceActions:
-    """The function `name` of v_schedules.py, which is imported when it is first called: numpy comes with it."""
-    return lambda *sizes: getattr(import_module("gpipe_cli.schedule.v_schedules"), name)(*sizes)
+    """A schedule of v_schedules.py, which is imported when it is first called: numpy comes with it."""
+    return lambda k, m, _: import_module("gpipe_cli.schedule.v_schedules").v_schedule(name, k, m)
 
 
 @dataclass(frozen=True)

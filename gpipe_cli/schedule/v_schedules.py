@@ -21,7 +21,7 @@ With few enough micro-batches that a device may have all their graphs, the three
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,39 +31,25 @@ from gpipe_cli.schedule.schedule import Action, Kind, merge_split_backwards
 _PERIOD = 6  # ticks from a micro-batch to the next: F, I and W on each of a device's two stages
 
 
-def zbv_max_in_flight(devices: int) -> int:
-    """As many as on the first device of 1f1b, whose stages, half as many, have graphs of twice the size."""
-    return 2 * devices
+# for P devices, how many graphs a device has at the same time at most; with zbv as on the first device of 1f1b, whose
+# stages, half as many, have graphs of twice the size
+MAX_IN_FLIGHT: Mapping[str, Callable[[int], int]] = {
+    "zbv": lambda devices: 2 * devices,
+    "v_half": lambda devices: 2 * ((devices + 2) // 2),
+    "v_min": lambda devices: 2 * ((devices + 4) // 3),
+}
 
 
-def v_half_max_in_flight(devices: int) -> int:
-    return 2 * ((devices + 2) // 2)
-
-
-def v_min_max_in_flight(devices: int) -> int:
-    return 2 * ((devices + 4) // 3)
-
-
-def zbv(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
-    return _rows(partitions, micro_batches, zbv_max_in_flight)
-
-
-def v_half(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
-    return _rows(partitions, micro_batches, v_half_max_in_flight)
-
-
-def v_min(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
-    return _rows(partitions, micro_batches, v_min_max_in_flight)
-
-
-def _rows(partitions: int, micro_batches: int, max_in_flight_of: Callable[[int], int]) -> Iterator[list[Action]]:
-    """The row of each device, which has at most `max_in_flight_of(devices)` graphs; of an odd number of partitions the
-    last device has a single one."""
+def v_schedule(name: str, partitions: int, micro_batches: int) -> Iterator[list[Action]]:
+    """The row of each device for the schedule `name`; of an odd number of partitions the last device has a single
+    one."""
     devices = -(-partitions // 2)
-    max_in_flight = max_in_flight_of(devices) if partitions > 1 else 1  # a single stage gains nothing from a delayed W
-    if max_in_flight >= min(zbv_max_in_flight(devices), 2 * micro_batches):
+    max_in_flight = (
+        MAX_IN_FLIGHT[name](devices) if partitions > 1 else 1
+    )  # a single stage gains nothing from a delayed W
+    if max_in_flight >= min(MAX_IN_FLIGHT["zbv"](devices), 2 * micro_batches):
         down, up = 2, 4
-    elif max_in_flight >= v_half_max_in_flight(devices):
+    elif max_in_flight >= MAX_IN_FLIGHT["v_half"](devices):
         down, up = 1, 2
     else:
         down, up = 1, 1
