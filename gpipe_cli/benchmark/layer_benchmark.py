@@ -1,5 +1,4 @@
-"""Times each layer for micro-batches of two sizes on the device at hand (c_i in section 2.1 of the paper), and
-messages between devices.
+"""Times each layer for micro-batches of two sizes on this device (c_i in section 2.1 of the paper), and messages.
 
 Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
 again, finds its input in the cache. A model that is too large for a device is timed in segments. Where stages are
@@ -400,8 +399,7 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 
 
 def _message_seconds(spec: PipelineSpec, rank: int, stage: int, groups: ProcessGroups, size: int) -> float:
-    """The seconds of a message of `size` bytes from `stage` to the next, in another process: half the median round
-    trip."""
+    """Seconds of a message of `size` bytes from `stage` to the next, in another process: half the median round trip."""
     sender, receiver = spec.layout.rank_of_stage[stage : stage + 2]
     device = torch.device(spec.layout.device_of(rank))
     by_edge = groups.links.by_edge

@@ -4,8 +4,8 @@ A single all-gather per step carries everything: the gradient norms, the loss (k
 With gradient clipping a second all-gather carries the norms before the update; while a checkpoint is being written,
 another follows each step. In a run of a single process the same calls return immediately.
 
-Every gather also carries whether the sending process has a reason to stop: as all processes begin the same gathers, all
-stop after the same step.
+Every gather also carries whether the sending process has a reason to stop: as all begin the same gathers, all stop
+after the same step.
 """
 
 import time
@@ -69,8 +69,7 @@ class Stop(IntEnum):
 class ControlGroup:
     """The processes of a run. `group`: a Gloo group of all of them; None for a run of a single process.
 
-    The context `blocked_on` is entered for every wait. A wait raises PeerLostError if another process is gone or
-    silent.
+    The context `blocked_on` is entered for every wait. It raises PeerLostError if a process is gone or silent.
     """
 
     def __init__(

@@ -20,8 +20,7 @@ _NOTHING = b""  # the counter of a process before its first beat
 
 
 class Heartbeat:
-    """Beats until `stop`. `start`: the name of this start of all processes; after `limit_seconds` of silence a process
-    is lost."""
+    """Beats until `stop`. `start`: the name of this start; a process that is silent for `limit_seconds` is lost."""
 
     def __init__(self, torchrun: Torchrun, start: str, limit_seconds: float) -> None:
         self._keys = [f"{start}/heartbeat/{rank}" for rank in range(torchrun.world_size)]

@@ -155,8 +155,7 @@ fork_server = ForkServer()  # the server of this process
 
 
 def temporary_folder() -> Path:
-    """The folder for all that this command's processes leave in the temporary directory; removed when the last of them
-    has ended."""
+    """The folder for all temporary files of this command's processes; removed when the last of them has ended."""
     return _temporary()[0]
 
 

@@ -243,8 +243,8 @@ class Supervisor:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the earliest;
-    None without failures."""
+    """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the
+    earliest."""
     priority = {Reason.ABORTED: 1, Reason.PEER: 2}
     return min(failures, key=lambda failure: (priority.get(failure.reason, 0), failure.seconds), default=None)
 

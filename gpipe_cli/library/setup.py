@@ -47,9 +47,8 @@ class Arguments(PipelineSettings):
 
 
 def place_on_devices(arguments: Arguments, torchrun: Torchrun | None) -> Layout:
-    """The layout of a pipeline over the processes of torchrun, or the devices of this process, which have as many
-    threads as the program has set. Under torchrun only the device of this process is known, and is entered for all
-    processes.
+    """The layout of a pipeline over the processes of torchrun, or the devices of this process, with the program's
+    number of threads. Under torchrun only this process's device is known, and is entered for all.
 
     Raises InputError for missing devices, processes that do not fit the arguments, and replicas without torchrun.
     """

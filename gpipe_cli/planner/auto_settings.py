@@ -178,8 +178,7 @@ class _Planner:
         return NothingFitsError(f"{prefix}{limit}: {where} needs {size(error.missing_bytes)} more; {advice}")
 
     def remedy(self, config: TrainConfig) -> str:
-        """The mildest change with which a cut fits, as a user types it; "" if none was found. Steps are simulated for
-        `schedule=auto` only."""
+        """The mildest change with which a cut fits, as a user types it, or "". Only `schedule=auto` simulates steps."""
 
         @cache
         def suffices(changes: tuple[_Change, ...]) -> bool:

@@ -94,9 +94,8 @@ def predicted_costs(
     samples: float | None = None,
     assume_links: bool = False,
 ) -> StepCosts:
-    """The costs of a micro-batch of `samples` (default: their mean number) by the `rates` of the device (default:
-    its data sheet's), divided among layers by the user's costs, if given. `assume_links`: as if stages were on several
-    devices.
+    """The costs of a micro-batch of `samples` (default: their mean number) by the device's `rates` (default: its data
+    sheet's), divided among layers by the user's costs, if given. `assume_links`: as if on several devices.
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """

@@ -353,8 +353,7 @@ def _processes_without_torchrun(settings: PipelineSettings, rows: int, gpus: int
 
 
 def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: Torchrun) -> int:
-    """The number of processes that each pipeline gets of those that torchrun started. Raises InputError if they do not
-    fit the settings."""
+    """The number of processes that each pipeline gets from torchrun. Raises InputError if they do not fit."""
     partitions, replicas, per_process = settings.partitions, settings.replicas, settings.stages_per_process
     cause = f"torchrun started {torchrun.world_size} processes"
     if torchrun.world_size % replicas:

@@ -1,5 +1,4 @@
-"""Settings that the machine decides where the user has not. Both decide the last bits of results, so a run keeps them,
-wherever it is resumed."""
+"""Settings that the machine decides unless the user has. They decide bits of results: a resumed run keeps them."""
 
 from dataclasses import replace
 

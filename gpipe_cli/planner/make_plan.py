@@ -99,8 +99,8 @@ def _recompute(cut: Cut) -> RecomputePlan:
 
 
 def _check_memory(cut: Cut, recompute: RecomputePlan) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
-    """The memory of each stage, and the peak bytes of each device. Raises TooLargeError if a device exceeds the limits
-    of its stages together."""
+    """The memory of stages, and the peak bytes of devices. Raises TooLargeError if these exceed the limits of the
+    stages."""
     schedule = schedule_for(cut.order, cut.micro_batches, recompute)
     held = cut.memory_model.stages(schedule, cut.bounds, cut.device_of_stage)
     peaks = cut.memory_model.devices(held, schedule, cut.bounds, cut.device_of_stage)

@@ -20,8 +20,7 @@ class StepFlops:
     peak_source: str  # the source of the peak, or why it is not known
 
     def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
-        """Achieved FLOP/s at a speed in real samples or, for text, in real tokens, as padding does not count; None if
-        that speed is None."""
+        """Achieved FLOP/s at a speed in samples or, for text, in tokens without padding; None if that speed is None."""
         rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
         return None if rate is None else self.step / planned * rate
 

@@ -1,7 +1,6 @@
 """What a model costs, from shapes alone: the basis of cuts, plans and memory limits.
 
-A profile does not depend on K or M, and on the schedule only in whether backwards are split, so one profile serves all
-plans that are compared.
+A profile does not depend on K or M, and on the schedule only by split backwards: all plans compared share one profile.
 """
 
 import math

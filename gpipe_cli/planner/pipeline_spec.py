@@ -1,7 +1,6 @@
 """The stages of a planned model and where they run: all that a worker needs to know about its pipeline.
 
-The parent process makes the spec from shapes alone and passes it to every worker, so that all of them agree and none
-traces the model again.
+The parent process makes the spec from shapes alone and passes it to every worker: none traces the model again.
 """
 
 from dataclasses import dataclass, replace

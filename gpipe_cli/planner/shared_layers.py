@@ -33,8 +33,8 @@ def find_shared(model: nn.Sequential, setting: str = "model.target") -> tuple[Sh
 
     A module at several places of the model stands for layers that share nothing (`build_model`).
 
-    Raises InputError for a parameter in whose memory another tensor begins, as a move to a GPU or another memory format
-    separates the two.
+    Raises InputError for a parameter in whose memory another tensor begins: a GPU or another memory format separates
+    them.
     """
     _check_separate_memory(model, setting)
     owners: dict[int, tuple[int, str]] = {}
@@ -95,8 +95,7 @@ def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
 def ends_with_shared_layers_together(
     shared: Sequence[Shared], layers: int, partitions: int, furthest: Sequence[Sequence[int]] | None
 ) -> Sequence[Sequence[int]] | None:
-    """`furthest` of :func:`partition` (None: no limit), restricted so that no partition begins between two layers that
-    share something."""
+    """`furthest` of :func:`partition` (None: no limit), so that no partition begins between layers that share."""
     if not shared:
         return furthest
     begins = {0, *_places_of_cuts(shared, layers)}

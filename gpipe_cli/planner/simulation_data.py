@@ -1,5 +1,4 @@
-"""All data for simulating a step with any K, M and schedule, as a JSON value: the page of a plan or a run simulates
-other settings itself.
+"""All data for simulating a step with any K, M and schedule, as a JSON value: pages simulate other settings with it.
 
 `cost_model.py`, `partitioner.py` and `stage_memory.py` define these seconds, cuts and bytes. A number of bytes that
 depends on n, the samples of a micro-batch, is a pair: [base, each] for base + each n.
@@ -165,8 +164,8 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
 
 def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict[str, list[int]]]:
     """Of each span of layers, the bytes of a micro-batch in each way to save it: fixed bytes, and bytes of a sample.
-    `memory` is for micro-batches of one sample and of two. Where backwards were not traced in halves, as much is saved
-    between them as before."""
+    `memory` is for micro-batches of one sample and of two. Where backwards were not traced in halves, what is saved
+    does not change between them."""
     single, double = (model.kept(spans) for model in memory)
     held = [
         {way: _linear(*values) for way, *values in zip(SavedAmounts._fields, *sizes, strict=True)}

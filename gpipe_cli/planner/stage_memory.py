@@ -1,8 +1,7 @@
 """The peak memory of each stage, predicted before anything is allocated (paper section 2.3, Table 1).
 
 Weights, gradients and the optimizer's state are stored all the time. Activations come and go with the schedule: a stage
-saves the graph of a micro-batch from its forward, or its recomputation, to its backward, and before its recomputation
-only the input.
+saves the graph of a micro-batch from its forward or recomputation to its backward, before a recomputation the input.
 
 Where stages are replayed as CUDA graphs, memory is allocated once, for the largest micro-batch. Each micro-batch in
 flight has a pool for its graph and for what its backward needs in addition, until the gradients of weights are

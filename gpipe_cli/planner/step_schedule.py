@@ -36,8 +36,7 @@ def check_schedule_files(config: TrainConfig) -> None:
 
 
 def schedule_of_file(settings: PipelineSettings) -> Schedule:
-    """The schedule in the file that `schedule` names. Raises InvalidSettingError if it does not fit the other
-    settings."""
+    """The schedule in the file that `schedule` names. Raises InvalidSettingError if it does not fit the settings."""
     try:
         schedule = read_schedule(settings.schedule, settings.partitions, settings.micro_batches)
     except ScheduleError as error:

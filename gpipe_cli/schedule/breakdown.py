@@ -58,8 +58,7 @@ class _DeviceTime:
 def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
     """The breakdown of a measured or simulated step of M `micro_batches`.
 
-    `step_seconds`: duration of the whole step; by default, from the start of the first action to the end of the last
-    action or event.
+    `step_seconds`: duration of the whole step; default: from the first action's start to the end of the last event.
     """
     assert timeline.stages
     assert micro_batches > 0

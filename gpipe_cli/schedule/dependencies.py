@@ -1,8 +1,7 @@
 """What follows from the dependencies of actions: an order in which a process can perform a schedule, whether the
 schedule can run at all, and its picture on a unit clock.
 
-As in Figure 2(c) of the paper, every action takes one tick of the clock. Comments, tests, errors and plans draw the
-same grid.
+As in Figure 2(c) of the paper, every action takes one tick. Comments, tests, errors and plans draw the same grid.
 """
 
 from collections import defaultdict, deque

@@ -1,7 +1,6 @@
 """The memory that a stage holds for micro-batches in flight, by action (paper section 2.3: O(N + L/K * N/M)).
 
-The table `MEMORY_EFFECTS` has the effect of each action. This does not depend on times, as each stage performs its
-actions in a fixed order.
+`MEMORY_EFFECTS` has the effect of each action. Times do not matter, as a stage's actions have a fixed order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -40,8 +40,7 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
     cost (with ``always`` or ``never``), with less memory.
 
     ``interleaved``: 1f1b with several stages on each of the P ``devices``, stage k on device k mod P (Megatron-LM,
-    Narayanan et al. 2021, section 2.2): the pipeline fills and drains faster, at the price of more transfers and more
-    micro-batches in flight.
+    Narayanan et al. 2021, section 2.2): fills and drains faster, with more transfers and micro-batches in flight.
 
     ``zero_bubble``: ZB-H1 (Qi et al. 2023, section 2.2): 1f1b with the gradients of weights delayed to fill the
     bubble; at most K micro-batches in flight on every stage, as on the first stage of 1f1b.

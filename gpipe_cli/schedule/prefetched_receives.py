@@ -10,8 +10,7 @@ So all processes follow the same order of all actions, in which each action come
 computes the tensor. Then everything waits for something earlier in that order, so there is no cycle. This costs
 nothing, as a process launches its actions long before the GPU reaches them.
 
-On a CPU a launched action runs immediately and a posted receive costs nothing: it is posted as soon as its buffer is
-free.
+On a CPU a launched action runs immediately and a receive costs nothing: it is posted as soon as its buffer is free.
 """
 
 from collections import Counter, defaultdict, deque

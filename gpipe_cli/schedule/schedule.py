@@ -122,8 +122,7 @@ class Schedule(tuple[Row, ...]):
         return frozenset(a for row in self for a in row if a.kind is Kind.I)
 
     def source(self, action: Action) -> Action | None:
-        """The action of another stage whose result ``action`` needs, or None: the only definition of dependencies
-        between stages.
+        """The action of another stage whose result ``action`` needs, or None: all dependencies between stages.
 
         ``R`` and ``W`` have none, so a recomputation may start before the gradient arrives (section 2.3).
         """

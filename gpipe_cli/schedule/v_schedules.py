@@ -41,8 +41,7 @@ MAX_IN_FLIGHT: Mapping[str, Callable[[int], int]] = {
 
 
 def v_schedule(name: str, partitions: int, micro_batches: int) -> Iterator[list[Action]]:
-    """The row of each device for the schedule `name`; of an odd number of partitions the last device has a single
-    one."""
+    """The row of each device for the schedule `name`; of an odd number of partitions the last device has one."""
     devices = -(-partitions // 2)
     max_in_flight = (
         MAX_IN_FLIGHT[name](devices) if partitions > 1 else 1
@@ -101,9 +100,8 @@ def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
 def _run_on_clock(
     block: NDArray[np.int32], micro_batches: int, max_in_flight: int, *, early_forwards: bool
 ) -> NDArray[np.int32]:
-    """What each device does in each tick (ticks, P), on the unit clock: the place of its F or I on the path of
-    a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `early_forwards`: with forwards ahead
-    of their turn."""
+    """What each device does in each tick (ticks, P) of the unit clock: the place of its F or I on a micro-batch's path,
+    whose 2 K turns `block` gives, 2 K for a W, -1 if it waits. `early_forwards`: allow forwards ahead of their turn."""
     stages = len(block) // 2
     device = np.arange(-(-stages // 2), dtype=np.int32)
     # F down and up, I up and down

@@ -448,8 +448,7 @@ def run_plain(
     before_micro_batch: Callable[[int], None],
 ) -> Callable[[], float]:
     """Run the forward and the backward of a mini-batch, in pieces of `sizes` samples, by calling `model`;
-    `before_micro_batch` is called with the number of each. Returns a function that gives the mean loss, and waits for
-    the device."""
+    `before_micro_batch` is called with the number of each. Returns a function that waits for the mean loss."""
     inputs, targets = to_first_device(config, spec, mini_batch.inputs()), mini_batch.targets()
     device = torch.device(spec.layout.devices[-1])
     objective = build_loss(config, targets, sizes, config.label_smoothing, device)

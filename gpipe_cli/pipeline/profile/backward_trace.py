@@ -1,5 +1,5 @@
-"""The backward of each layer, traced from its forward's graph: its operations, whole and in two halves, and which
-inputs get gradients."""
+"""The backward of each layer, traced from its forward's graph: operations, whole and in halves, and inputs'
+gradients."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,8 +104,7 @@ def _trace_split(
     tied: Collection[int],
     memory_format: torch.memory_format,
 ) -> SplitBackward:
-    """Count the two halves of a layer's backward, which starts at `roots`; `gradient_of_output` has the gradients of
-    outputs, by position."""
+    """Count the halves of a layer's backward from `roots`; `gradient_of_output`: gradients of outputs, by position."""
     parameters = list(run.module.parameters())
     other_uses = [
         tensor

@@ -229,8 +229,7 @@ class _TensorOwners:
 
 @dataclass(frozen=True)
 class ForwardTracer:
-    """Runs all layers of a model forward, on shapes alone. Fields are as in `trace_layers`, `old_owner` as in
-    `_TensorOwners`."""
+    """Runs all layers forward, on shapes alone. Fields as in `trace_layers`, and `old_owner` as in `_TensorOwners`."""
 
     layers: Sequence[Layer]
     inputs: Boundary

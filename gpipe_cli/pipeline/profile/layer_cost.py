@@ -1,7 +1,6 @@
 """What a layer costs (paper section 2.1: the cost estimate c_i), what crosses its boundary, and what a stage saves.
 
-The figures come from shapes alone (`tracing.py`), so that all processes agree without a handshake, and hold for
-micro-batches of any size.
+Figures come from shapes alone (`tracing.py`), so that all processes agree, and hold for micro-batches of any size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,8 +106,7 @@ class LayerCost:
 
 
 class ActivationMemory:
-    """The bytes that a stage of any consecutive layers saves of a micro-batch of `samples` (the paper's L/K * N/M,
-    section 2.3).
+    """The bytes that a stage of consecutive layers saves of a micro-batch of `samples` (paper section 2.3: L/K * N/M).
 
     `inputs` describes what the first layer gets; `lengths` are the lengths that the costs were traced with, as what a
     layer saves may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
@@ -135,8 +133,7 @@ class ActivationMemory:
         )
 
     def held(self, first: int, end: int) -> SavedAmounts:
-        """The bytes that a stage of layers `first` to `end - 1` saves of a micro-batch, in each of the ways of
-        `SavedAmounts`.
+        """The bytes that a stage of layers `first` to `end - 1` saves of a micro-batch, in the ways of `SavedAmounts`.
 
         A stage with nothing to train in it or before it has no backward, and saves nothing. Between the halves of a
         backward it saves all of a tensor that crosses a boundary of layers, even if a product reads only a part.

@@ -2,8 +2,7 @@
 
 A recomputation gives the same bits only if a layer leaves its input unchanged, draws random numbers only from torch's
 generators, and keeps no state between calls except in buffers, which a stage restores. A tensor that a layer has kept
-from the meta device has no values, and gives whatever is in memory. A training with such a layer would go wrong without
-a word.
+from the meta device has no values, and gives whatever is in memory. Training would silently go wrong.
 """
 
 import random

@@ -1,8 +1,6 @@
-"""The tensors that a layer reads: memory that its operations use but did not allocate (paper section 2.1: a stage owns
-its layers).
+"""The tensors that a layer reads: memory that its operations use but did not allocate (paper section 2.1).
 
-It does not matter how a layer got hold of a tensor: as a parameter or its view, through a function, a hook or any
-other object.
+It does not matter how a layer got a tensor: as a parameter or its view, through a function, a hook or any object.
 """
 
 from collections.abc import Iterable, Iterator

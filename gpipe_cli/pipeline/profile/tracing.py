@@ -58,8 +58,7 @@ def trace_layers(
     layer that flattens images copies channels-last ones. Afterwards the weights' format is as before, as the order in
     which initial values are drawn depends on it. Layers compute in `autocast_dtype` where autocast on `device`, `cpu`
     or `cuda`, uses it; `fuses` says when attention is a single kernel. With `splits` the backward is also traced in two
-    halves. `kinds` are the layers' `layer_kinds`, if known. Hides the GPUs: this process can use none afterwards,
-    unless it has before.
+    halves. `kinds` are the layers' `layer_kinds`, if known. Hides the GPUs from a process that has used none.
 
     Raises InputError if a layer does not accept what the previous one returns, has an unknown batch norm or reads a
     parameter that would not be trained, and ChangedInputError if a layer changes its input in place in training.
@@ -90,8 +89,7 @@ def _trace_devices(device: str, autocast_dtype: torch.dtype | None) -> tuple[str
     """The devices on which the forward (for shapes and types) and the backward are traced, for training on `device`.
 
     Autocast has no rules for the meta device. A backward on cuda needs a GPU, which may be missing: its operations are
-    counted as on a CPU. So are types with an older torch; a boundary whose type differs on the GPU then ends the run
-    with a one-line error.
+    a CPU's. So are types with an older torch; a boundary whose type differs on the GPU then ends the run.
     """
     if autocast_dtype is None:
         return "meta", "meta"
