@@ -151,7 +151,7 @@ def _process_timeout() -> timedelta:
 def store(*, hosts: bool = False) -> dist.TCPStore:
     """The store of all processes: torchrun's or, if something else has started them, a store that process 0 `hosts`.
 
-    Raises ConnectionError or TimeoutError if there is no store.
+    Raises ConnectionError or TimeoutError if no store answers.
     """
     named, port = store_address()
     address = "localhost" if hosts else named  # it listens at all addresses, and the name may lead elsewhere
@@ -173,7 +173,7 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
     (shared,) = made
     if isinstance(shared, dist.DistError):
         reason = str(shared).partition("\n")[0]
-        raise ConnectionError(f"MASTER_ADDR={named}, MASTER_PORT={port}: there is no store ({reason})") from shared
+        raise ConnectionError(f"MASTER_ADDR={named}, MASTER_PORT={port}: no store answers ({reason})") from shared
     return shared
 
 

@@ -267,8 +267,8 @@ class SilenceTimer:
         """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: whether a
         process is stopped by a signal, which is asked for silent ones only.
 
-        For the others there is no limit before the first mini-batch is asked for (a vocabulary may be learned, a data
-        set fetched), and none while they compile.
+        For the others no limit holds before the first mini-batch is asked for (a vocabulary may be learned, a data set
+        fetched), and none while they compile.
         """
         looked_at = time.monotonic()
         passed = min(looked_at - self._looked_at, _MAX_GAP_SECONDS)

@@ -82,9 +82,7 @@ def _known_device(name: str, gpus: int) -> str:
     device_names = ["cpu", *(f"{DEVICE_TYPE}:{number}" for number in range(gpus))]
     name = {DEVICE_TYPE: f"{DEVICE_TYPE}:0", "cpu:0": "cpu"}.get(name, name)
     if name not in device_names:
-        raise InvalidSettingError(
-            "devices", [name], f"there is no such device here; there are {', '.join(device_names)}"
-        )
+        raise InvalidSettingError("devices", [name], f"is not a device here; use one of {', '.join(device_names)}")
     return name
 
 

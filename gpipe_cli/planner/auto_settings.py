@@ -336,7 +336,7 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
 
     Raises:
         NothingFitsError: not even the smallest model fits.
-        InputError: there is no limit, or the model has no sizes.
+        InputError: without a limit, or for a model without sizes.
     """
     if layout_of(config).memory is None:
         raise InputError(

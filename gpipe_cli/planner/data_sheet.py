@@ -76,7 +76,7 @@ def number_of_gpus(config: TrainConfig) -> int:
     """The number of GPUs that a run may use. Raises InvalidSettingError for device=cuda if there is none."""
     gpus = len(usable_gpus()) if config.device != "cpu" and torch_supports_accelerator() else 0
     if config.device == "cuda" and gpus == 0:
-        why = "there is no CUDA device here" if torch_supports_accelerator() else "this torch is built without CUDA"
+        why = "this machine has no CUDA device" if torch_supports_accelerator() else "this torch is built without CUDA"
         raise InvalidSettingError("device", config.device, f"{why}; use device=cpu or device=auto")
     return gpus
 

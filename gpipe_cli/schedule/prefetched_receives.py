@@ -7,8 +7,8 @@ launched yet, there is a deadlock.
 
 So all processes follow the same order of all actions, in which each action comes after those that it needs
 (`topological_order`): a process posts the receive of a tensor after all of its actions that precede the action which
-computes the tensor. Then everything waits for something earlier in that order, so there is no cycle. This costs
-nothing, as a process launches its actions long before the GPU reaches them.
+computes the tensor. Then everything waits for something earlier in that order, without a cycle. This costs nothing, as
+a process launches its actions long before the GPU reaches them.
 
 On a CPU a launched action runs immediately and a receive costs nothing: it is posted as soon as its buffer is free.
 """

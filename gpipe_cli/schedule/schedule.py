@@ -185,7 +185,7 @@ def merge_split_backwards(row: Iterable[Action]) -> list[Action]:
 
 def with_saved_state(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
     """The actions of a stage in order, each with what the stage retains of its micro-batch afterwards. A forward
-    retains nothing if there is no backward, the input if there is an ``R``, and otherwise the graph."""
+    retains nothing without a backward, the input if there is an ``R``, and otherwise the graph."""
     backward = {a.micro_batch for a in stage_actions if a.kind in SENDS_GRADIENT}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
     for a in stage_actions:

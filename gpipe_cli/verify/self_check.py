@@ -552,16 +552,16 @@ def tolerance_row(variant: Variant, difference: float, tolerance: float) -> Row:
 def difference_row(variant: Variant, spec: PipelineSpec, first: ResultKey, distance: float) -> Row:
     match first.kind:
         case ResultKind.OUTPUT:
-            text = f"micro-batch {first.micro_batch} leaves layer {first.layer} with other values"
+            text = f"layer {first.layer} gives other values for micro-batch {first.micro_batch}"
         case ResultKind.RECOMPUTED_OUTPUT:
             text = f"layer {first.layer} gives other values when micro-batch {first.micro_batch} is recomputed"
         case ResultKind.LOSS:
-            text = "the loss is another, though all layers gave the same"
+            text = "the loss differs, though all layers agree"
         case ResultKind.GRADIENT:
-            text = f"the gradient of {first.name} is another, though all layers gave the same"
+            text = f"the gradient of {first.name} differs, though all layers agree"
         case ResultKind.BUFFER | ResultKind.WEIGHT:
             alike = "agree" if distance else "are the same"
-            text = f"{first.name} is another after the step, though all gradients {alike}"
+            text = f"{first.name} differs after the step, though all gradients {alike}"
     return Row(
         variant,
         "differs",
