@@ -53,9 +53,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
     if not any(modules.isdisjoint(_holders(name)) for name in trained):
         *_, last = (name for name, _ in model.named_children())
-        raise InvalidSettingError(
-            "freeze", patterns, f"nothing is left to train; remove some layers, at least {last}, the last"
-        )
+        raise InvalidSettingError("freeze", patterns, f"nothing is left to train; remove at least {last}, the last")
     return Frozen(outermost, alone)
 
 

@@ -282,9 +282,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         kept = list(in_evaluation)
         for name in kept:
             if name not in names:
-                raise InvalidSettingError(
-                    "in_evaluation", name, "is not a module; give names from named_modules() of the layers"
-                )
+                raise InvalidSettingError("in_evaluation", name, "is not a module; give names of named_modules()")
         below = tuple(f"{name}." for name in kept)
         self._keep_in_evaluation(name for name in names if name in kept or name.startswith(below))
         self._takes_single_samples = False

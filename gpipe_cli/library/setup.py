@@ -65,9 +65,7 @@ def place_on_devices(arguments: Arguments, torchrun: Torchrun | None) -> Layout:
     if "cpu" in devices and {*devices} != {"cpu"}:
         raise InvalidSettingError("devices", devices, "has the CPU and GPUs; give one kind")
     if torchrun is not None and len(devices) != 1:
-        raise InvalidSettingError(
-            "devices", devices, "under torchrun a process has one device; give this process's own"
-        )
+        raise InvalidSettingError("devices", devices, "under torchrun a process has one device; give its own")
     if len(devices) > arguments.partitions:
         why = f"there are {len(devices)} devices, and each needs a stage"
         raise InvalidSettingError("partitions", arguments.partitions, f"{why}; use partitions={len(devices)} or more")
@@ -118,9 +116,7 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
     if not isinstance(layers, nn.Module):
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
         if strange := [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]:
-            raise InvalidSettingError(
-                "layers", strange[0], "is not a module; give an nn.Sequential, or a list of modules"
-            )
+            raise InvalidSettingError("layers", strange[0], "is not a module; give an nn.Sequential or a list of them")
         layers = nn.Sequential(*layers)
     if fault := why_not_sequential(layers):
         raise InvalidSettingError("layers", type(layers).__name__, fault)

@@ -128,7 +128,7 @@ class _Planner:
         """
         with_limit = layout_of(replace(config, recompute="auto"), self.torchrun)  # without a limit, the devices' memory
         if with_data_sheet(config.hardware, with_limit.devices).memory_gib is None:
-            use = "give hardware.memory_gib=8, or hardware=... with a known memory"
+            use = "give hardware.memory_gib=8 or hardware=... with known memory"
             raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
         if config.hardware.memory_gib is None:
             assert with_limit.limit_bytes is not None
@@ -339,9 +339,7 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
         InputError: without a limit, or for a model without sizes.
     """
     if layout_of(config).memory is None:
-        raise InputError(
-            "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a known memory"
-        )
+        raise InputError("solve=max_model: needs a limit; give hardware.memory_gib=8 or hardware=... with known memory")
     began = time.monotonic()
 
     def log_late(line: str) -> None:
@@ -385,17 +383,15 @@ def _largest_size(config: TrainConfig, key: str, step: int, log: Callable[[str],
     return Choice(f"model.{key}", rule, tuple(tried[size] for size in sorted(tried)), tried.get(largest))
 
 
-def secant_then_bisect(
-    try_size: Callable[[int], tuple[bool, float | None]], guess: int, step: int, largest: int
-) -> int:
-    """The greatest multiple of `step`, up to `largest`, that fits; 0 if none does. `try_size` returns whether a size
+def secant_then_bisect(try_size: Callable[[int], tuple[bool, float | None]], guess: int, step: int, most: int) -> int:
+    """The greatest multiple of `step`, up to `most`, that fits; 0 if none does. `try_size` returns whether a size
     fits, and the share of the memory that its fullest stage needs (None: not known, for too small a size).
 
     The first `guess` is followed by estimates of the size that fills the memory, up to the first size that does not
     fit; then estimates and halves alternate: where memory hardly grows with the size, estimates go astray.
     """
     shares: dict[int, float] = {}
-    low, high = 0, largest + step  # the answer is at least `low` and below `high`
+    low, high = 0, most + step  # the answer is at least `low` and below `high`
     while high - low > step:
         fits, share = try_size(guess)
         if share is not None:
@@ -403,7 +399,7 @@ def secant_then_bisect(
         low, high = (guess, high) if fits else (low, guess)
         estimate = _full_size(shares) if shares else 0.0
         margin = (high - low) / 8
-        if high > largest:
+        if high > most:
             estimate = min(max(estimate, 2 * low), 16 * low)
         elif len(shares) % 2:
             estimate = (low + high) / 2

@@ -1,7 +1,7 @@
 """Finds the data sheet, a file in conf/hardware, of the devices of this machine."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
@@ -42,9 +42,7 @@ def with_data_sheet(hardware: HardwareConfig, devices: Sequence[str]) -> Hardwar
     names = [data_sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
     sheets = [load_hardware(name) if name else hardware for name in names]
     slowest = min(sheets, key=lambda sheet: sheet.tflops or 0.0)
-    given = {
-        f.name: value for f in fields(hardware) if f.name != "name" and (value := getattr(hardware, f.name)) is not None
-    }
+    given = {name: value for name, value in vars(hardware).items() if name != "name" and value is not None}
     if gpus:
         given = {"memory_gib": min(gpu.memory_bytes for gpu in gpus) / 2**30 - _LIBRARIES_GIB} | given
     return replace(slowest, **given)

@@ -66,9 +66,7 @@ class Layout:
     rank_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
     threads: int  # threads of each process; by default its share of the cores
-    concurrent_devices: (
-        int  # how many devices of all pipelines can compute at the same time, as CPU processes share cores
-    )
+    concurrent_devices: int  # how many devices of all pipelines compute at the same time: CPU processes share cores
     is_local: bool  # whether the plan is for this machine; others have as many devices as needed
     torchrun: Torchrun | None  # this process, if torchrun started it
     memory: Memory | None = None  # the memory limit of the stages; None if there is none
@@ -167,9 +165,7 @@ class Layout:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a process, given by its rank in the run or its number in the pipeline."""
-        return tuple(
-            stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank % self.processes_per_pipeline
-        )
+        return tuple(k for k, owner in enumerate(self.rank_of_stage) if owner == rank % self.processes_per_pipeline)
 
 
 def layout_of(config: TrainConfig, torchrun: Torchrun | None = None) -> Layout:

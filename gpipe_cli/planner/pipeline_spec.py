@@ -128,9 +128,7 @@ def spec_from_plan(plan: Plan) -> PipelineSpec:
         lengths=profile.lengths,
         training_boundaries=in_training,
         evaluation_boundaries=in_evaluation,
-        parameter_tensors=tuple(
-            sum(weights.tensors for weights in profile.weights[first:end]) for first, end in bounds
-        ),
+        parameter_tensors=tuple(sum(layer.tensors for layer in profile.weights[first:end]) for first, end in bounds),
         order=plan.order,
         recompute=plan.recompute,
         layout=layout,

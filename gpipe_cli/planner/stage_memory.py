@@ -107,9 +107,7 @@ class MemoryModel:
         self.graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
         # the most held during each layer's backward, when the layers after it have freed what they saved
         self._in_backward = _Maxima(self.graphs + self.workspace)
-        boundaries = [
-            self._boundary(tensors) for tensors in (profile.inputs, *(cost.outputs for cost in profile.costs))
-        ]
+        boundaries = [self._boundary(t) for t in (profile.inputs, *(cost.outputs for cost in profile.costs))]
         self._boundaries = np.array(boundaries).T
         self.buffers = [buffers_bytes(config, of_layer) for of_layer in profile.weights]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)

@@ -55,10 +55,7 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[SavedAmounts]]) -> t
     """For each stage, the peak bytes saved for micro-batches in flight. ``sizes[stage][micro_batch]`` are the bytes of
     each way to save the micro-batch."""
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
-    saved_bytes = (
-        bytes_per_action(actions, stage_sizes) for actions, stage_sizes in zip(schedule.stages, sizes, strict=True)
-    )
-    return tuple(max(stage_bytes, default=0) for stage_bytes in saved_bytes)
+    return tuple(max(stage_bytes, default=0) for stage_bytes in map(bytes_per_action, schedule.stages, sizes))
 
 
 def peaks_of_devices(

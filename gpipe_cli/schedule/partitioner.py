@@ -185,9 +185,7 @@ def check_balance(balance: Sequence[int], layers: int, partitions: int, setting:
     """Raises InputError if a balance given by hand (layers of each partition), as `setting`, does not fit the model."""
     check_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
-    remedy = (
-        f"give {partitions} positive numbers that add up to {layers}, such as {_format_balance(even)}, or remove it"
-    )
+    remedy = f"give {partitions} positive numbers with the sum {layers}, such as {_format_balance(even)}, or remove it"
     given = f"{setting}={_format_balance(balance)}"
     if len(balance) != partitions:
         raise InputError(f"{given}: has {len(balance)} entries, but partitions={partitions}; {remedy}")

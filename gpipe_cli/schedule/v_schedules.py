@@ -43,9 +43,7 @@ MAX_IN_FLIGHT: Mapping[str, Callable[[int], int]] = {
 def v_schedule(name: str, partitions: int, micro_batches: int) -> Iterator[list[Action]]:
     """The row of each device for the schedule `name`; of an odd number of partitions the last device has one."""
     devices = -(-partitions // 2)
-    max_in_flight = (
-        MAX_IN_FLIGHT[name](devices) if partitions > 1 else 1
-    )  # a single stage gains nothing from a delayed W
+    max_in_flight = MAX_IN_FLIGHT[name](devices) if partitions > 1 else 1  # a delayed W gains nothing in a single stage
     if max_in_flight >= min(MAX_IN_FLIGHT["zbv"](devices), 2 * micro_batches):
         down, up = 2, 4
     elif max_in_flight >= MAX_IN_FLIGHT["v_half"](devices):

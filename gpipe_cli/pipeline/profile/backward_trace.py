@@ -129,9 +129,7 @@ def _trace_split(
     gradient_ranges = {at: byte_range(gradient) for at, gradient in gradient_of_output.items()}
     spans = [gradient_ranges.get(at) for at in range(len(run.outputs))]
     spans += [input_ranges.get(at) for at in range(len(run.inputs))]
-    weight_storages = {
-        storage_id(tensor) for tensor in (*parameters, *run.module.buffers(), *run.cross_layer_tensors.values())
-    }
+    weight_storages = set(map(storage_id, (*parameters, *run.module.buffers(), *run.cross_layer_tensors.values())))
     given = [*run.inputs, *gradient_of_output.values()]
     inputs, output_gradients = StorageBytes(weight_storages, given), StorageBytes(weight_storages, given)
     inputs.add(weight.input for weight in deferred)

@@ -91,9 +91,7 @@ def weights_as_on_stage(model: nn.Module, memory_format: torch.memory_format, de
             parameter.data = data
 
 
-_NEITHER = (
-    "neither a parameter nor a buffer, so that it stays where and what it is; use register_buffer, or precision=float32"
-)
+_NEITHER = "neither a parameter nor a buffer, so it is not moved or cast; use register_buffer, or precision=float32"
 
 
 class _StandIns(TorchFunctionMode):
@@ -243,9 +241,7 @@ class ForwardTracer:
     ) -> list[Run]:
         """Run every layer forward, with its graph or without; equal layers share a run that reads no other layer's
         tensors. `loss` counts as part of the last layer."""
-        made = (
-            torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in self.inputs
-        )
+        made = (torch.empty(t.shape(samples, lengths), dtype=t.dtype, device=device) for t in self.inputs)
         value = tuple(in_layout(tensor, self.memory_format) for tensor in made)
         in_tuple = False
         stashed: dict[str, tuple[str, Tensors]] = {}  # name of a skip -> the layer that keeps it, and its tensors

@@ -116,21 +116,17 @@ class ActivationMemory:
     def __init__(self, costs: Sequence[LayerCost], inputs: Boundary, samples: int, lengths: Sequence[int] = ()) -> None:
         boundaries = [inputs, *(cost.outputs for cost in costs)]
         sizes = [[t.bytes(samples, lengths) for t in boundary] for boundary in boundaries]
-        split_backward = [cost.split_backward or SplitBackward() for cost in costs]
-        last_boundary = {
-            tensor.skip: at for at, boundary in enumerate(boundaries) for tensor in boundary if tensor.skip
-        }
+        splits = [cost.split_backward or SplitBackward() for cost in costs]
+        last_boundary = {t.skip: at for at, boundary in enumerate(boundaries) for t in boundary if t.skip}
         # per boundary, the layer that a stage must have to be sent each tensor: for a skip, the layer that pops it
         needed = [[last_boundary[tensor.skip] if tensor.skip else -1 for tensor in boundary] for boundary in boundaries]
         self._inputs = _SavedBytes(sizes, [SavedMemory()] * len(costs), samples, needed)
         self._has_gradient = np.array([any(t.has_gradient for t in boundary) for boundary in boundaries])
         self._trained = np.cumsum([0, *(cost.trained for cost in costs)])
         self._graph = _SavedBytes(sizes, [cost.saved for cost in costs], samples, needed)
-        self._saved_inputs = _SavedBytes(sizes, [split.saved_inputs for split in split_backward], samples)
+        self._saved_inputs = _SavedBytes(sizes, [split.saved_inputs for split in splits], samples)
         # gradients flow from the last layer to the first
-        self._saved_gradients = _SavedBytes(
-            sizes[::-1], [split.saved_gradients for split in split_backward[::-1]], samples
-        )
+        self._saved_gradients = _SavedBytes(sizes[::-1], [split.saved_gradients for split in splits[::-1]], samples)
 
     def held(self, first: int, end: int) -> SavedAmounts:
         """The bytes that a stage of layers `first` to `end - 1` saves of a micro-batch, in the ways of `SavedAmounts`.

@@ -57,9 +57,7 @@ class _Watch:
         self._outputs: dict[str, Tensors] = {}  # layer name -> the outputs of its first run
 
     def before_layer(self, layer: nn.Module, inputs: Any) -> None:
-        state_before = {
-            key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()
-        }
+        state_before = {key: (t, t.detach().clone(), t._version) for key, t in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
         self._before.append((state_before, given, python_and_numpy_rng_state()))
         if len(self._before) == 1 and not self._compiled:  # torch refuses to run compiled code under a dispatch mode

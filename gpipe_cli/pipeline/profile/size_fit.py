@@ -14,9 +14,7 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 TRACED_SIZES = (2, 3)
 
 
-def fit_cost(
-    lengths: Sequence[int], backward: Backward, backward_of_large: Backward, run: Run, *others: Run
-) -> LayerCost:
+def fit_cost(lengths: Sequence[int], backward: Backward, large_backward: Backward, run: Run, *others: Run) -> LayerCost:
     """A layer's cost, still unnamed, from runs at both sizes, and at the first size with each length less by 1."""
     outputs = [
         _affine_shape(tensor, [other.outputs[position] for other in others], lengths, backward.receives_grad[position])
@@ -28,11 +26,11 @@ def fit_cost(
         "",
         sum(parameter.numel() for parameter in parameters),
         forward=_operations_per_sample(run.operations, large.operations),
-        backward=_operations_per_sample(backward.operations, backward_of_large.operations),
+        backward=_operations_per_sample(backward.operations, large_backward.operations),
         outputs=tuple(replace(described, in_tuple=run.in_tuple) for described in outputs),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         saved=_memory_per_sample(run.saved, large.saved),
-        split_backward=_split_per_sample(backward.split_backward, backward_of_large.split_backward),
+        split_backward=_split_per_sample(backward.split_backward, large_backward.split_backward),
         cross_layer_tensors=tuple(run.cross_layer_tensors),
     )
 
