@@ -116,7 +116,7 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
     if not isinstance(layers, nn.Module):
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
         if strange := [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]:
-            raise InvalidSettingError("layers", strange[0], "is not a module; give an nn.Sequential or a list of them")
+            raise InvalidSettingError("layers", strange[0], "is not a module; give modules, or an nn.Sequential")
         layers = nn.Sequential(*layers)
     if fault := why_not_sequential(layers):
         raise InvalidSettingError("layers", type(layers).__name__, fault)

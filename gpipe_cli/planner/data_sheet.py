@@ -26,7 +26,7 @@ _SHEETS = (
     ("T4", 0, "t4"),
     ("V100", 0, "v100"),
 )
-# GPU memory reserved for CUDA's context and for the code and workspaces of its libraries; the value is our choice.
+# GPU memory reserved for CUDA's context and for the code and workspaces of its libraries (a heuristic).
 _LIBRARIES_GIB = 1.0
 
 
@@ -86,5 +86,5 @@ def computes_on_gpu(config: TrainConfig) -> bool:
 
 
 def replays_graphs(config: TrainConfig) -> bool:
-    """Whether the stages of the run, or of the machine that it is planned for, are replayed as graphs."""
+    """Whether the stages of the run, or of the machine that it is planned for, are replayed as CUDA graphs."""
     return config.graphs is not False and computes_on_gpu(config)

@@ -54,8 +54,8 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 
 
 def baseline_of(plan: Plan) -> Plan | None:
-    """What a pipeline has to beat: a single device that takes the mini-batch whole and recomputes nothing, with all
-    threads of the machine. None if that does not fit the device's memory, where it is known."""
+    """The single-device baseline: it takes the mini-batch whole and recomputes nothing, with all threads of the
+    machine. None if that does not fit the device's memory, where it is known."""
     config = single_device_baseline(plan.config)
     try:
         layout = layout_of(replace(config, recompute="auto"))  # with the device's memory as the limit

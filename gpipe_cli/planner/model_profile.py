@@ -102,8 +102,8 @@ class _Traced:
 
 
 def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -> ModelProfile:
-    """Trace the model for sentences of `lengths` (default: the greatest possible), with the two halves of backwards if
-    the schedule may split them. The last few profiles are cached, as the cells of a table mostly share one.
+    """Trace the model for sentences of `lengths` (default: the maximum), with the two halves of backwards if the
+    schedule may split them. The last few profiles are cached, as the cells of a table mostly share one.
 
     Raises InputError if the model does not fit the data set, or its layers do not fit each other.
     """
@@ -182,7 +182,7 @@ def _custom_costs(model: nn.Sequential) -> tuple[float, ...] | None:
 def check_single_samples(
     config: TrainConfig, samples: int, profile: ModelProfile | None = None, *, last: bool = False
 ) -> None:
-    """Refuse micro-batches of one sample for a model whose batch norm would train on one value per channel (1x1 maps).
+    """Check that no micro-batch has one sample if batch norm would then train on one value per channel (1x1 maps).
 
     Raises InputError if a mini-batch of `samples` would have such a micro-batch; `last`: it is the short last one of an
     epoch. Without `profile` the model is built.

@@ -74,7 +74,7 @@ class PipelineSpec(PipelineCut):
     frozen: Frozen
     cost: tuple[float, ...]  # predicted seconds of a micro-batch's forward and backward
     inputs: Boundary  # tensors given to the first stage
-    lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
+    lengths: tuple[int, ...]  # the maximum lengths that sentences are padded to
     parameter_tensors: tuple[int, ...]
     effective_precision: str  # the type in which the devices here compute products and convolutions at that precision
     deterministic: bool
@@ -87,7 +87,7 @@ class PipelineSpec(PipelineCut):
         return inputs_of(self.training_boundaries, stage) if stage else self.inputs
 
     def stage_outputs(self, stage: int) -> Boundary:
-        """What a stage hands to others in training."""
+        """What a stage sends to others in training."""
         return outputs_of(self.training_boundaries, stage)
 
     @property

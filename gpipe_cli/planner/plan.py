@@ -44,7 +44,7 @@ class PlannedLayer:
     stage: int
     parameters: int
     forward_flops: int
-    saved_bytes: int  # bytes that autograd keeps for the layer's backward
+    saved_bytes: int  # bytes that autograd saves for the layer's backward
     boundary_bytes: int  # bytes that would be sent if a stage ended with the layer
     forward_seconds: float
     backward_seconds: float

@@ -12,7 +12,7 @@ from gpipe_cli.schedule.schedule_file import read_placement, read_schedule
 
 
 def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
-    """N, the samples of a mini-batch; with `batch_tokens`, the number of sentences of the greatest length."""
+    """N, the samples of a mini-batch; with `batch_tokens`, the number of sentences of the maximum length."""
     if config.batch_size is not None:
         return config.batch_size
     assert config.batch_tokens is not None

@@ -121,7 +121,7 @@ def _best_cut(
 
     ``cost(i, j)`` is the cost of a partition of layers i to j - 1, _NEVER if it is not allowed, for rows i and columns
     j; partitions that begin before ``earliest[j]`` are left out. ``least[j]`` is the least total of the first j layers
-    in k partitions, computed from that for k - 1; ``begins[k][j]`` is where partition k then begins, as early as
+    in k partitions, computed from the total for k - 1; ``begins[k][j]`` is where partition k then begins, as early as
     possible. No partition is empty.
     """
     layers = len(earliest) - 1
