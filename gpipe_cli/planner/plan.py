@@ -144,7 +144,7 @@ class Plan(Cut):
         return self.memory_model.saved(self.schedule, self.bounds)
 
     def saved_bytes_of(self, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of a mini-batch of `samples` padded to these lengths."""
+        """The same for a mini-batch of `samples` padded to these lengths."""
         profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
         sizes = shard_of(samples, self.config.micro_batches, self.config.replicas).sizes
         schedule = schedule_for(self.order, len(sizes), self.recompute)
