@@ -1,7 +1,7 @@
 """Finds the data sheet, a file in conf/hardware, of the devices of this machine."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
@@ -42,7 +42,8 @@ def with_data_sheet(hardware: HardwareConfig, devices: Sequence[str]) -> Hardwar
     names = [data_sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
     sheets = [load_hardware(name) if name else hardware for name in names]
     slowest = min(sheets, key=lambda sheet: sheet.tflops or 0.0)
-    given = {name: value for name, value in vars(hardware).items() if name != "name" and value is not None}
+    values = {field.name: getattr(hardware, field.name) for field in fields(hardware) if field.name != "name"}
+    given = {name: value for name, value in values.items() if value is not None}
     if gpus:
         given = {"memory_gib": min(gpu.memory_bytes for gpu in gpus) / 2**30 - _LIBRARIES_GIB} | given
     return replace(slowest, **given)
