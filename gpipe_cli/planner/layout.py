@@ -375,8 +375,8 @@ _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
 def _gpus_of_one_process(rows: Sequence[int], replicas: int, gpu_count: int) -> _Devices:
-    """The devices of each stage, if each pipeline has one process, which drives `gpu_count` GPUs; rows share GPUs
-    where there are too few."""
+    """The devices of each stage, if each pipeline is a process, which drives `gpu_count` GPUs; rows share GPUs where
+    there are too few."""
     number_of_rows = 1 + max(rows)
     gpus = [row * min(gpu_count, number_of_rows) // number_of_rows for row in rows]
     return tuple(tuple(f"{DEVICE_TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(replicas))

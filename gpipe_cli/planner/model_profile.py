@@ -182,7 +182,7 @@ def _custom_costs(model: nn.Sequential) -> tuple[float, ...] | None:
 def check_single_samples(
     config: TrainConfig, samples: int, profile: ModelProfile | None = None, *, last: bool = False
 ) -> None:
-    """Check that no micro-batch has one sample if batch norm would then train on one value per channel (1x1 maps).
+    """Check that no micro-batch is a single sample if batch norm would then train on one value per channel (1x1 maps).
 
     Raises InputError if a mini-batch of `samples` would have such a micro-batch; `last`: it is the short last one of an
     epoch. Without `profile` the model is built.

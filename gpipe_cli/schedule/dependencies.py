@@ -28,7 +28,7 @@ def topological_order(schedule: Schedule, device_of_stage: Sequence[int] = ()) -
 
     With a device for each stage: `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ... Actions of the same tick do not depend on each
     other, so a process that launches work on several devices in this order keeps all of them busy. Stages with the same
-    number in `device_of_stage` (their process or device) share it, one action per tick. The ready action closest to a
+    number in `device_of_stage` (their process or device) share it, an action per tick. The ready action closest to a
     send to another device goes first, so that neighbours get work as early as from a single large stage. The order
     restricted to any of the stages is also safe against deadlock. Raises ScheduleError on a deadlock.
     """

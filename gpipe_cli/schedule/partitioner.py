@@ -1,8 +1,8 @@
 """Where to cut the layers into partitions (section 2.2 of the paper), from an estimated cost of each layer.
 
-The slowest stage sets the pace of a pipeline, so the best cut is the one whose most expensive partition is cheapest
-and, among such cuts, the one of least variance. The cost of a partition is the cost of its layers and of its sends:
-activations to the next partition, gradients to the previous. Partitions may have to fit into a memory limit.
+The slowest stage sets the pace of a pipeline, so the best cut has the least cost of its most expensive partition and,
+among such cuts, the least variance. The cost of a partition is the cost of its layers and of its sends: activations to
+the next partition, gradients to the previous. Partitions may have to fit into a memory limit.
 
 Departs from the paper: the paper minimises the variance of the partitions' costs by a heuristic and notes that better
 partitioners could be used. Here the maximum comes first, the variance second, and the result is optimal for integer

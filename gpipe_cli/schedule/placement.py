@@ -20,7 +20,7 @@ PLACEMENTS: tuple[PlacementName, ...] = get_args(PlacementName)
 def place(name: PlacementName, stages: int, devices: int) -> tuple[int, ...]:
     """The device of each stage. No device is without a stage if there are at least as many stages as devices.
 
-    `v` turns round after every `devices` stages. With fewer than 2 `devices` stages, the last devices have one.
+    `v` turns round after every `devices` stages. With fewer than 2 `devices` stages, the last have a single stage.
     """
     match name:
         case "neighbours":

@@ -87,7 +87,7 @@ def _recompute_on_device(
     pairs = pairwise(a for a, _ in row)
     never_recomputed = {b[1:] for a, b in pairs if b.kind in SENDS_GRADIENT and a == (Kind.F, *b[1:])}
     recomputed: set[tuple[int, int]] = set()
-    droppable: list[tuple[int, tuple[int, int]]] = []  # heap: graphs that may be dropped, the one that ends last on top
+    droppable: list[tuple[int, tuple[int, int]]] = []  # heap: graphs that may be dropped, the last to end on top
     saved_bytes = missing = 0  # bytes saved now, and the most bytes over the limit
     for at, ((kind, stage, micro_batch), retain) in enumerate(row):
         graph = stage, micro_batch

@@ -88,7 +88,7 @@ def _parse_rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed
                         where = f"line {lines.line_num}, cell {column}"
                         raise ScheduleError(f"{where} is {cell[:40]!r}; a cell is {allowed}")
                     row += parsed.setdefault(cell, values)
-                elif cell and cell not in duplicates:  # one duplicate is enough; the grid of a million takes minutes
+                elif cell and cell not in duplicates:  # a duplicate is enough; the grid of a million takes minutes
                     row += parsed[cell]
                     duplicates.add(cell)
             if row:

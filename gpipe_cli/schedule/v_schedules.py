@@ -1,12 +1,12 @@
 """Schedules on a V: each device has a stage of the way down and one of the way back up (Qi et al. 2024, "Pipeline
 Parallelism with Controllable Memory"; `zbv` is also in section 6 of Qi et al. 2023).
 
-They differ in one number: how many graphs a device has at the same time at most, each from its F to its W. A building
-block gives the ticks in which the devices perform F and I of micro-batch 0; every further micro-batch repeats it six
-ticks later, as each device has six actions for it. The longer a forward waits for the next device, the more graphs the
-devices have, and the better later forwards fill the waits of the first device. Devices perform forwards and backwards
-in the order of these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph;
-without a W, a forward ahead of its turn if there is room for it. `zbv` on two devices, with at most four graphs:
+They differ in how many graphs a device has at the same time at most, each from its F to its W. A building block gives
+the ticks in which the devices perform F and I of micro-batch 0; every further micro-batch repeats it six ticks later,
+as each device has six actions for it. The longer a forward waits for the next device, the more graphs the devices have,
+and the better later forwards fill the waits of the first device. Devices perform forwards and backwards in the order of
+these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph; without a W, a
+forward ahead of its turn if there is room for it. `zbv` on two devices, with at most four graphs:
 
     device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 ...
     device 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 1F2 2F2 ...
@@ -59,9 +59,9 @@ def v_schedule(name: str, partitions: int, micro_batches: int) -> Iterator[list[
 
 
 def _to_actions(places: Iterable[int], partitions: int) -> Iterator[Action]:
-    """The actions of a device that is at these places, one a tick: each W in the order of the I."""
+    """The actions of a device that is at these places in each tick; each W in the order of the I."""
     visits = Counter[int]()  # number of micro-batches that have been at each place
-    delayed = deque[Action]()  # a W for each I without one
+    delayed = deque[Action]()  # a W for each I that has none yet
     for place in places:
         if place == 2 * partitions:
             yield delayed.popleft()
