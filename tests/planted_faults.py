@@ -47,7 +47,7 @@ def count_stages(begin_step: Any, stage: Stage, *step: Any) -> None:
 
 
 def draw_again(recompute: Any, stage: Stage, micro_batch: int) -> None:
-    stage._run_seed += 1
+    stage._step_seed += 1
     recompute(stage, micro_batch)
 
 
