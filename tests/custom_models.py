@@ -94,7 +94,7 @@ def says_costs(costs: Sequence[float | None] = (None,) * 8) -> nn.Sequential:
 
 
 class Does(nn.Module):
-    """A layer that does what a function says."""
+    """A layer that calls a function."""
 
     def __init__(self, function: Callable[[Any], object]) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Tracking(nn.Module):
 
 
 class KeepsTensors(nn.Module):
-    """Keeps random numbers that are no buffer, an expanded buffer and a complex one; gives its norm a keyword."""
+    """Keeps random numbers that are not a buffer, an expanded buffer and a complex one; gives its norm a keyword."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def changes_a_mask() -> nn.Sequential:
 
 
 def looks_at_strides() -> nn.Sequential:
-    """Gives what depends on where its input lies in memory."""
+    """Gives what depends on where its input is in memory."""
     return with_layers(Does(lambda x: x.transpose(2, 3)), Does(lambda x: x * (1 + x.stride(2) / 100)))
 
 
@@ -385,7 +385,7 @@ class KeepsTensor(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A parametrization: a weight times the sum of that of another layer, which torch does not see."""
+    """A parametrization: a weight times the sum of another layer's, which torch does not see."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()

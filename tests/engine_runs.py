@@ -346,7 +346,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     return results
 
 
-LINKS: dict[int, dict[Edge, Link]] = {}  # those of a process of the pool, by the number of processes that take part
+LINKS: dict[int, dict[Edge, Link]] = {}  # of a process of the pool, by the number of processes that take part
 GROUPS: dict[Group, dist.ProcessGroup] = {}  # of every few processes of the pool, for tied weights
 
 
@@ -354,7 +354,7 @@ def join(rank: int, processes: int, meet: str) -> None:
     """Makes this process number `rank` of the pool."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
-    for used in range(2, processes + 1):  # with a stage each, or as many as there are with two that take turns
+    for used in range(2, processes + 1):  # with a stage each, or as many as there are with two in a process
         rank_of_stage = [stage % used for stage in range(processes)]
         pairs = [*itertools.combinations(range(processes), 2)]
         LINKS[used] = edge_links(rank, rank_of_stage, pairs, CPU, datetime.timedelta(seconds=60))

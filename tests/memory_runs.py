@@ -67,8 +67,8 @@ class Sample:
 
 
 class _Turning(nn.Module):
-    """(N, C, H, W) -> the same shape. Copies where its input, or what its convolution makes of it, lies one way and
-    not where it lies the other."""
+    """(N, C, H, W) -> the same shape. Copies where its input, or its convolution's output, has one memory format and
+    not where it has the other."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Turning(nn.Module):
 
 
 def _flattening() -> nn.Sequential:
-    """As users write them: layers of their own, and features flattened for a linear layer."""
+    """As users write them: custom layers, and features flattened for a linear layer."""
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(inplace=True)),
         nn.MaxPool2d(2),
@@ -155,7 +155,7 @@ def held(
 def held_between_halves(
     sample: Sample, costs: Sequence[LayerCost], samples: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Of each stage, the bytes that I adds to those of the graph, and those that are held when it has ended: on real
+    """Of each stage, the bytes that I adds to the graph's, and the bytes that are saved when it has ended: on real
     stages, and as predicted."""
     stages = stages_of(sample, costs, spans)
     objective = sample.objective(samples, (samples,))

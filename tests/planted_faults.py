@@ -59,17 +59,17 @@ def repeat_first(split_all: Any, inputs: Any, sizes: Any) -> Any:
 # Each in a method or function, and what check says of it: the verdict, and the text of the first row that is bad.
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "a use of a tied weight left out": (TiedWeights, "sum_gradients", drop_other_uses,
-        "first in layer embedding; the gradient of embedding.weight is another"),
+        "first in layer embedding; the gradient of embedding.weight differs"),
     "a bucket not summed": (Replicas, "finish", drop_other_replicas,
         "first in layer 7; "),
     "buckets of an earlier engine": (Replicas, "begin_step", keep_first_stages,
         "replicas=2: in replicas 0 and 1, the gradient of 0.weight differs after it was summed"),
     "dropout seeded by stage": (Stage, "begin_step", count_stages,
-        "first in layer 4; micro-batch 0 leaves layer 4 with other values"),
+        "first in layer 4; layer 4 gives other values for micro-batch 0"),
     "a micro-batch twice": (executor, "split_all", repeat_first,
-        "first in layer 0; micro-batch 1 leaves layer 0 with other values"),
+        "first in layer 0; layer 0 gives other values for micro-batch 1"),
     "moments of batch norm not committed": (BatchStatistics, "_update", lambda update, *moments: [],
-        "first in layer 2; 2.num_batches_tracked is another after the step"),
+        "first in layer 2; 2.num_batches_tracked differs after the step"),
     "a recomputation with other numbers": (Stage, "recompute", draw_again,
         "first in layer 4; layer 4 gives other values when micro-batch 0 is"),
 }  # fmt: skip

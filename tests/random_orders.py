@@ -35,7 +35,7 @@ def random_orders(number: int, seed: int, max_stages: int = 8) -> Iterator[Rando
 
 
 def mixed_anew(order: RandomOrder, chance: random.Random) -> Schedule:
-    """A row for each device, in which every stage keeps the order of its actions but those of different stages are
+    """A row for each device, in which every stage keeps the order of its actions but actions of different stages are
     mixed at random: it may deadlock."""
     rows: list[Row] = []
     for device in range(1 + max(order.device_of_stage)):
@@ -43,7 +43,7 @@ def mixed_anew(order: RandomOrder, chance: random.Random) -> Schedule:
         turns = [k for k, row in of_stages.items() for _ in row]
         if chance.random() < 0.5:
             chance.shuffle(turns)
-        else:  # the order of this device as it was but for two actions
+        else:  # the order of this device as it was except for two actions
             turns = [a.stage for row in order.schedule for a in row if a.stage in of_stages]
             one, other = chance.choices(range(len(turns)), k=2)
             turns[one], turns[other] = turns[other], turns[one]

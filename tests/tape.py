@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_GARBAGE = 0x7F  # bytes of memory which nothing may read: as floats, huge or not numbers
+_GARBAGE = 0x7F  # bytes in memory which nothing may read: as floats, huge or no numbers
 
 
 class RngState:
@@ -44,7 +44,7 @@ class Tape(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host would wait for the device")
         returned = func(*args, **(kwargs or {}))
-        # other tensors, so that the program's live as long as they would without it
+        # separate tensors, so that the program's live as long as they would without it
         self._calls.append((func, *(tree_map_only(torch.Tensor, _alias, of) for of in (args, kwargs or {}, returned))))
         return returned
 
@@ -169,7 +169,7 @@ class TapeMaker:
 
 
 class Full(TapeMaker):
-    """Of a device that has memory for that many graphs."""
+    """Of a device that has memory for this many graphs."""
 
     def __init__(self, graphs: int) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Full(TapeMaker):
 
 
 class Memory(TorchDispatchMode):
-    """The peak bytes of tensors allocated while active, except in a pool or on the host."""
+    """The most bytes of tensors that were alive at once and made inside, without those of a pool and of the host."""
 
     def __init__(self, maker: TapeMaker) -> None:
         super().__init__()

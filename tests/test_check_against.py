@@ -48,7 +48,7 @@ def test_schedules_of_torch_give_our_bits(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_fault_of_the_other_program_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    """In its layer, though the gradients of all layers before it are wrong, too."""
+    """In its layer, though the gradients of all layers before it are also wrong."""
     code, found = checked(*IMAGES, "model.target=custom_models:contrary", "micro_batches=4")
     row, _, plain = found["rows"]
     assert plain["verdict"] in ("identical", SUMS)
@@ -67,7 +67,7 @@ SKIPS = [*IMAGES, "dataset.image_size=16", "model.target=custom_models:hourglass
     [
         # torch's stages know micro-batches of one size: the other contestants still run
         ("torch", [*TEXT, "micro_batches=3"], ["fails", "fails", "identical"], ""),
-        # plain PyTorch had a weight of its own for each use of a tied one, and differed by 800,000 units
+        # plain PyTorch had a separate weight for each use of a tied one, and differed by 800,000 units
         ("torch", TIED, [SUMS, SUMS, SUMS], ""),
         ("torch", SKIPS, ["left out", "left out", SUMS], "the model has skips"),
         ("torchgpipe", [*TEXT, "recompute=always"], ["identical", "identical"], ""),

@@ -1,4 +1,4 @@
-"""`gpipe check` itself: the engine is right for every family of models, and where it is not, the command says so.
+"""`gpipe check` itself: the engine is right for every family of models, and where it is not, the command reports it.
 
 Every test of the engine's parts was green while the command called it wrong for tied weights, for Hugging Face and for
 replicas.
@@ -40,7 +40,7 @@ TRANSFORMER = ["model.layers=1", "model.width=8", "model.hidden=16", "model.head
 LM = [*TEXT, "model=transformer_lm", *TRANSFORMER]
 NMT = [*PAIRS, "model=transformer_nmt", *TRANSFORMER]
 TIED, SHARED = "model.tie_embeddings=true", ["model.shared_embedding=false", "model.share_vocabularies=true"]
-# whose layers are those of others but for a detail
+# whose layers equal another model's except for a detail
 ALIKE = [f"hf {name}" for name in ("mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3", "smollm3")]
 # A run for each model, with any two of THREE, APART, REPLICAS and BF16 in some of them; those of Hugging Face are the
 # configurations of test_hugging_face.py.

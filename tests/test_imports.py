@@ -169,7 +169,7 @@ def test_accelerators_have_one_door() -> None:
     uses = {name for name, node in nodes() if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"}
     types = {name for name, node in nodes() if isinstance(node, ast.Constant) and node.value == "cuda"}
     assert not uses
-    spelt = "config.settings", "planner.data_sheet", "pipeline.profile.tracing"  # the setting `device`
+    spelt = "config.settings", "planner.data_sheet", "pipeline.profile.forward_trace"  # the setting `device`
     assert types <= {door, *(f"gpipe_cli.{name}" for name in spelt)}
     calls = [(name, ast.unparse(node.func)) for name, node in nodes() if isinstance(node, ast.Call)]
     watched = "torch.accelerator.", "torch.Stream", "torch.Event"

@@ -1,9 +1,9 @@
 """Finds races of a program that launches its work on streams, without an accelerator (as torch.cuda._sanitizer does
-with one): tensors are on the CPU and computed immediately, but nothing counts as done before an event has shown it.
+with one): tensors are on the CPU and are computed immediately, but nothing counts as done before an event says so.
 
 Every stream and every thread of the host has a vector clock (Fidge 1988; Mattern 1989). An operation that reads or
 writes memory must come after the last write, a write also after all reads; and memory that is freed must no longer be
-in use on another stream than its allocation's, on which the allocator reuses it.
+in use on another stream than its allocation's, which is where the allocator gives it away again.
 
 Behind `system/accelerator.py`, a device is `cpu:N`; its tensors are those that were made on it.
 """
@@ -98,7 +98,7 @@ class Memory:
     """A storage: who has read and written it, as agent -> (number of the operation, its name)."""
 
     device: int | None  # None: memory of the host, or of the device that uses it first
-    stream: Stream | None  # that of its allocation
+    stream: Stream | None  # of its allocation
     written: dict[str, tuple[int, str]] = field(default_factory=dict)
     read: dict[str, tuple[int, str]] = field(default_factory=dict)
     kept_for: set[str] = field(default_factory=set)

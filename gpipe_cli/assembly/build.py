@@ -148,7 +148,7 @@ def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
 
 def preprocessing_of(config: TrainConfig) -> Preprocessing | None:
     """How the images were scaled on which the pretrained weights of a model were trained; None without such weights,
-    and if nobody says it. Raises InvalidSettingError as `hugging_face_preprocessing`."""
+    and if it is not recorded. Raises InvalidSettingError if it cannot be read."""
     match config.model, config.dataset:
         case groups.TimmConfig() as model, groups.ImagesConfig() if model.pretrained or model.weights is not None:
             return timm_preprocessing(model.name, model.weights)
@@ -174,7 +174,7 @@ def model_inputs(config: TrainConfig) -> Boundary:
 
 
 def max_lengths(config: TrainConfig) -> tuple[int, ...]:
-    """The greatest length, in tokens, of each of the first layer's inputs; () for images."""
+    """The maximum length, in tokens, of each of the first layer's inputs; () for images."""
     if isinstance(config.dataset, groups.ImagesConfig):
         return ()
     length = config.model.length  # type: ignore[union-attr]  # the settings were checked: a text model
@@ -206,7 +206,7 @@ def outputs_of(config: TrainConfig) -> int:
 
 
 def targets_of(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the targets of so many samples of these lengths: (N,), (N, T) or (N, S, S)."""
+    """The shape of the targets of `samples` samples of these lengths: (N,), (N, T) or (N, S, S)."""
     dataset = config.dataset
     if isinstance(dataset, groups.ImagesConfig) and dataset.masks:
         return samples, dataset.image_size, dataset.image_size
@@ -217,7 +217,7 @@ def find_data(
     config: TrainConfig, output_labels: OutputLabels = NO_OUTPUT_LABELS, *, with_headers: bool = False
 ) -> Splits[SplitIndex]:
     """The catalogue of each split, without torchvision's transforms, whose import takes seconds. Arguments and errors
-    as of `open_data`; `with_headers`: those of image files are checked, too."""
+    as of `open_data`; `with_headers`: also check the headers of image files."""
     if isinstance(config.dataset, groups.ImagesConfig):
         images = find_images(config.dataset, config.seed, output_labels)
         if with_headers:

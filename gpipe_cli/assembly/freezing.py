@@ -19,8 +19,8 @@ from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 
 
 def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
-    """The modules and parameters of `model` that `config.freeze` names. Raises InputError, one line, if a pattern
-    matches nothing (with the nearest name), or if nothing is left to train."""
+    """The modules and parameters of `model` that `config.freeze` names. Raises InputError if a pattern matches nothing
+    (with the nearest name), or if nothing is left to train."""
     patterns = config.freeze
     if not patterns:
         return Frozen()
@@ -53,9 +53,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
     if not any(modules.isdisjoint(_holders(name)) for name in trained):
         *_, last = (name for name, _ in model.named_children())
-        raise InvalidSettingError(
-            "freeze", patterns, f"nothing is left to train; leave out some layers, at least {last}, the last"
-        )
+        raise InvalidSettingError("freeze", patterns, f"nothing is left to train; remove at least {last}, the last")
     return Frozen(outermost, alone)
 
 
@@ -67,7 +65,7 @@ def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
     worth taking. So the classifier consists of the tensors whose shapes depend on the number of classes.
 
     To find them, the model is built again with an additional class or token. In a text model only the last layer is
-    searched, as embeddings change with the vocabulary too. A user's function may take the number of classes by any
+    searched, as embeddings also change with the vocabulary. A user's function may take the number of classes by any
     argument, and a model of Hugging Face has its own vocabulary, so their classifier is the last module with
     parameters, tied weights included.
     """

@@ -42,12 +42,12 @@ NO_TOTALS = Totals(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class CrossEntropy:
-    """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits, if any.
+    """Cross entropy with label smoothing, plus `auxiliary_weight` times the auxiliary head's, if any.
 
     `targets` are the mini-batch's classes (N,), its tokens (N, T), or its masks (N, H, W), with IGNORED where there is
     nothing to predict; logits are (N, C), (N, T, C) or (N, C, H, W). `sizes`: samples of each micro-batch. `elements`:
-    those of the whole mini-batch, if `targets` is only a part of it; if there is none, loss and gradients are 0.
-    `device`: that of the logits. Smoothing is uniform over all classes, as in TensorFlow and torch (paper v4: 0.1; the
+    the number in the whole mini-batch, if `targets` is only a part of it; if it is 0, loss and gradients are 0.
+    `device`: the logits'. Smoothing is uniform over all classes, as in TensorFlow and torch (paper v4: 0.1; the
     auxiliary head's weight of 0.4: TPU code, Real et al.).
     """
 
@@ -129,7 +129,7 @@ def _weighted_loss(
 
 
 def _classes_last(logits: torch.Tensor) -> torch.Tensor:
-    """The logits with the classes in the last dimension; those of pixels have them in the second."""
+    """The logits with the classes in the last dimension; logits of pixels have them in the second."""
     return logits.movedim(1, -1) if logits.ndim == 4 else logits
 
 

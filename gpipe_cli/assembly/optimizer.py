@@ -31,8 +31,8 @@ Named = Mapping[str, nn.Parameter]
 def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.optim.Optimizer | None:
     """The optimizer of a stage; None if the stage has no trainable parameter.
 
-    Weight decay, an L2 penalty in the gradient but for AdamW and Adafactor, spares vectors (biases and batch norm), as
-    the reference's regularizer applies to convolution and dense kernels only.
+    Weight decay, an L2 penalty in the gradient except for AdamW and Adafactor, spares vectors (biases and batch norm),
+    as the reference's regularizer applies to convolution and dense kernels only.
     """
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     if not trainable:

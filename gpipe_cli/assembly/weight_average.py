@@ -35,7 +35,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, statistics: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        """Move the averages towards the current values. `statistics`: buffers, and values to average in their place."""
+        """Move the averages towards the current values. `statistics`: buffers, and values to average instead."""
         self.updates += 1
         if not self._pairs:  # a stage of activations and pools
             return
@@ -46,7 +46,7 @@ class WeightAverage:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Inside, the module holds the averages; afterwards its own values again, bit for bit."""
+        """While active, the module has the averages; afterwards its own values again, bit for bit."""
         self._swap()
         try:
             yield

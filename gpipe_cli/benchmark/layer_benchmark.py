@@ -1,15 +1,13 @@
-"""Times each layer for micro-batches of two sizes on the device at hand (c_i in section 2.1 of the paper), and
-messages between devices.
+"""Times each layer for micro-batches of two sizes on this device (c_i in section 2.1 of the paper), and messages.
 
 Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
 again, finds its input in the cache. A model that is too large for a device is timed in segments. Where stages are
-replayed as graphs, each layer is a stage of its own: the clock cannot be read inside a graph.
+replayed as CUDA graphs, each layer is a separate stage: the clock cannot be read inside a graph.
 
 What is predicted is a step in which all processes compute, and they share memory and caches: so all of them time both
-micro-batches at the same time, in turns for about a second, as other programs may slow down a machine for part of it.
-One process then times the larger micro-batch alone, and with all threads of the machine, as a single device would have
-them: of these only the ratio to the other times counts. Time for which other programs had a process's core does not
-count: what is predicted is a run that has its cores.
+micro-batches at the same time, alternately for about a second, as other programs may slow down a machine for part of
+it. One process then times the larger micro-batch alone, and with all threads of the machine, as a single device has:
+only the ratio to the other times counts. Time in which other programs had a process's core does not count.
 """
 
 import itertools
@@ -41,7 +39,7 @@ from gpipe_cli.training.step import build_loss
 
 _WARM_UP, _MIN_PASSES, _MAX_PASSES = 3, 3, 400  # numbers of passes over a segment
 _FRACTION_ALONE = 0.3  # of `TimingJob.seconds`: for the passes of a process alone, and for those with all threads
-_PASSES_PER_TURN = 3  # passes of a size, before those of the other
+_PASSES_PER_TURN = 3  # passes of a size, before the other's
 _MAX_TIME_FACTOR = 3  # the first _MIN_PASSES passes may take this many times `TimingJob.seconds`
 _WARM_UP_SECONDS = 0.1  # about the longest warm-up
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
@@ -50,7 +48,7 @@ _LINK_ROUNDS = 15
 
 
 Link = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
-# The seconds of each layer: forward, forward that keeps its graph, backward; if that is split, also its halves for the
+# The seconds of each layer: forward, forward that saves its graph, backward; if that is split, also its halves for the
 # inputs and for the weights.
 Pass = list[tuple[float, ...]]
 
@@ -61,7 +59,7 @@ class TimingJob:
 
     config: TrainConfig
     segments: PipelineSpec  # the model cut into segments, each of which fits the device
-    layers: PipelineSpec | None  # the model cut into single layers, to be replayed as graphs; None without graphs
+    layers: PipelineSpec | None  # the model cut into single layers, to be replayed as CUDA graphs; None without
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     seconds: float  # about how long all passes over the model together are repeated
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
@@ -208,10 +206,10 @@ class _LayerTimer:
         self._weights.append((number, self._clock.now()))
 
     def passes(self, sizes: Sequence[int], share: float = 1.0) -> list[Pass]:
-        """The seconds of each layer for micro-batches of these sizes, timed in turns for a share of
+        """The seconds of each layer for micro-batches of these sizes, timed alternately for a share of
         `TimingJob.seconds`: medians, scaled by a common factor so that they sum to a mean pass, as what happens now and
         then (a page fault, a garbage collection) shows in no layer's median, but slows down every step."""
-        for samples in sorted(sizes, reverse=True):  # graphs share memory, and those in too little are dropped
+        for samples in sorted(sizes, reverse=True):  # CUDA graphs share memory, and are dropped if it is too small
             self.warm_up(samples)
         taken: list[list[Pass]] = [[] for _ in sizes]
         core_shares: list[list[float]] = [[] for _ in sizes]
@@ -239,7 +237,7 @@ class _LayerTimer:
 
     def warm_up(self, samples: int) -> None:
         """Run passes of micro-batches of `samples` until nothing is set up any more: which outputs get a gradient shows
-        in a first backward, after which graphs may be recorded again."""
+        in a first backward, after which CUDA graphs may be captured again."""
         self._draw(samples)
         began = time.perf_counter()
         for number in itertools.count(1):
@@ -301,7 +299,7 @@ class _LayerTimer:
     def _backward_seconds(
         self, reader: Callable[[Any], float], run: Callable[[int, Sequence[torch.Tensor | None]], object]
     ) -> list[float]:
-        """Seconds of each layer's backward: from the gradient of its outputs to that of the layer before it."""
+        """Seconds of each layer's backward: from the gradient of its outputs to the gradient of its inputs."""
         self._backward.clear()
         begun = self._clock.now()
         run(0, self._gradients)
@@ -342,7 +340,7 @@ class _LayerTimer:
         return seconds
 
     def set_up(self) -> float:
-        """The median seconds of work once per step beside updates: batch norm's commit, the norms of gradients."""
+        """The median seconds of work once per step other than updates: batch norm's commit, the norms of gradients."""
         gradients = gradients_of(self._stage.module.parameters())
         return median_seconds(self._stage.device, partial(gradient_norms, gradients)) + median(self._finishing)
 
@@ -401,8 +399,7 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 
 
 def _message_seconds(spec: PipelineSpec, rank: int, stage: int, groups: ProcessGroups, size: int) -> float:
-    """The seconds of a message of `size` bytes from `stage` to the next, in another process: half the median round
-    trip."""
+    """Seconds of a message of `size` bytes from `stage` to the next, in another process: half the median round trip."""
     sender, receiver = spec.layout.rank_of_stage[stage : stage + 2]
     device = torch.device(spec.layout.device_of(rank))
     by_edge = groups.links.by_edge

@@ -1,8 +1,8 @@
-"""Times the layers of a model on the machine at hand, unless a data sheet says what they cost.
+"""Times the layers of a model on the machine at hand, unless a data sheet gives their costs.
 
-Workers that start like those of a run do the timing, a second or two for two sizes of micro-batch, which predict all
-others. The result is remembered in a file, named by a digest of everything that the seconds depend on, such as
-settings, machine and version of torch. Under torchrun process 0 does it for all, so that they come to the same cut.
+Workers that start like a run's do the timing, a second or two for two sizes of micro-batch, which predict all others.
+The result is remembered in a file, named by a digest of everything that the seconds depend on, such as settings,
+machine and version of torch. Under torchrun process 0 does it for all, so that all make the same cut.
 """
 
 import json
@@ -42,7 +42,7 @@ _VERSION = 18  # raise this whenever the remembered values, or how they are meas
 _SECONDS = 1.0  # how long passes over the model, of both sizes, are repeated by all processes
 _PASS_SECONDS, _MAX_PASS_SECONDS = 0.1, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
 _MIN_SAMPLES = 4  # of the larger micro-batch
-_MAX_PROCESSES = 16  # the most processes that are timed at once
+_MAX_PROCESSES = 16  # the most processes that are timed at the same time
 
 _costs_of_command: dict[str, MeasuredCosts | None] = {}  # what this command has timed, or has found that it cannot time
 
@@ -50,7 +50,7 @@ _costs_of_command: dict[str, MeasuredCosts | None] = {}  # what this command has
 def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: Log) -> StepCosts:
     """The costs of all layers for a mean micro-batch of `config`, timed or by a data sheet.
 
-    `log` gets a line before anything is timed, unless a terminal shows it as a phase.
+    `log` is called before anything is timed, unless a terminal shows it as a phase.
     """
     times = _layer_times(config, profile, layout, log) if uses_measured_costs(config, layout) else None
     return predicted_costs(config, profile, layout, times)
@@ -101,7 +101,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
 def _times_of_machine(
     config: TrainConfig, profile: ModelProfile, layout: Layout, facts: dict[str, Any], log: Log
 ) -> MeasuredCosts | None:
-    """The remembered times of the layers, or what a timing finds; None, after a line, if they cannot be timed."""
+    """The remembered times of the layers, or what a timing finds; None, after a message, if they cannot be timed."""
     devices = layout.devices
     if isinstance(samples := _sizes(config, profile, layout), str):
         log(f"the layers are not timed, as {samples}; predicting by a data sheet")
@@ -159,7 +159,7 @@ def _processes(profile: ModelProfile, layout: Layout) -> int:
 
 
 def _replays(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
-    """Whether layers are timed as graphs. Layers that share something must be in one stage, where they are not."""
+    """Whether layers are timed as CUDA graphs. Layers that share something must be in one stage, where they are not."""
     return replays_graphs(config) and not layout.on_cpu and not profile.shared
 
 
@@ -245,14 +245,14 @@ def _bytes_of_layers(profile: ModelProfile, samples: int) -> Sequence[int]:
 
 
 def _bytes_for_layers(config: TrainConfig, layout: Layout) -> int:
-    """Half of a device's memory, as several processes may measure at once."""
+    """Half of a device's memory, as several processes may measure at the same time."""
     limit = with_data_sheet(config.hardware, layout.devices).memory_gib
     available = int(limit * 2**30) if limit else usable_memory_bytes() // layout.local_processes
     return available // 2
 
 
 def _machine_facts(layout: Layout) -> dict[str, Any]:
-    """What the speed of layers depends on, beside the settings."""
+    """What the speed of layers depends on, apart from the settings."""
     gpus = _gpus(layout)
     return {
         "torch": metadata.version("torch"),

@@ -2,7 +2,7 @@
 
 A single all-gather per step carries everything: the gradient norms, the loss (known to the last stage only), memory.
 With gradient clipping a second all-gather carries the norms before the update; while a checkpoint is being written,
-another follows each step. In a run of a single process the same calls return at once.
+another follows each step. In a run of a single process the same calls return immediately.
 
 Every gather also carries the sending process's reason to stop, if it has one: as all processes begin the same gathers,
 all stop after the same step.
@@ -68,8 +68,7 @@ class Stop(IntEnum):
 class ControlGroup:
     """The processes of a run. `group`: a Gloo group of all of them; None for a run of a single process.
 
-    The context `blocked_on` is entered for every wait. A wait raises PeerLostError if another process is gone or
-    silent.
+    The context `blocked_on` is entered for every wait. It raises PeerLostError if a process is gone or silent.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class ControlGroup:
                 dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Destroy the group, once all processes have come here."""
+        """Destroy the group, once all processes have reached this call."""
         self.barrier()
         if self._group is not None:
             dist.destroy_process_group(self._group)

@@ -20,8 +20,7 @@ _NOTHING = b""  # the counter of a process before its first beat
 
 
 class Heartbeat:
-    """Beats until `stop`. `start`: the name of this start of all processes; after `limit_seconds` of silence a process
-    is lost."""
+    """Beats until `stop`. `start`: the name of this start; a process that is silent for `limit_seconds` is lost."""
 
     def __init__(self, torchrun: Torchrun, start: str, limit_seconds: float) -> None:
         self._keys = [f"{start}/heartbeat/{rank}" for rank in range(torchrun.world_size)]
@@ -72,7 +71,7 @@ class Heartbeat:
         beat = 0
         looked_at = time.monotonic()
         try:
-            # a connection of its own: a call that blocks holds up all others on the same connection
+            # a separate connection: a call that blocks holds up all others on the same connection
             store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False,
                                   timeout=timedelta(seconds=self._limit))  # fmt: skip
             while not self._ending.wait(min(_SLICE_SECONDS, self._interval)):

@@ -73,7 +73,7 @@ class ProcessGroups:
 
 
 def is_connected() -> bool:
-    """Whether this process has a process group of all processes: of an earlier call, or the program's own."""
+    """Whether this process has a process group of all processes: from an earlier call, or made by the program."""
     return dist.is_initialized()
 
 
@@ -152,7 +152,7 @@ def edge_links(
 def new_group(
     rank: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta, blocks: int | None = None
 ) -> dist.ProcessGroup | None:
-    """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. To be called in all
+    """A group for tensors of the model, NCCL's on GPUs; None if this process is not a member. To be called in all
     processes. `blocks`: the most thread blocks of a GPU that an operation may occupy, which limits its channels."""
     backend = dist.get_default_backend_for_device(device)
     options = None

@@ -1,4 +1,4 @@
-"""What the processes that torchrun has started agree on before they are connected: process 0 decides for all.
+"""What process 0 decides for all processes that torchrun has started, before they are connected.
 
 They may run in different folders and on different machines, so they use torchrun's key-value store. The store lives as
 long as torchrun: when a process has failed and all are started again, keys of the earlier start must not be taken for
@@ -36,7 +36,7 @@ _START = "gpipe/start"
 _PROCESS_TIMEOUT = timedelta(minutes=15)  # for the slowest process to import its libraries
 _STORE_TIMEOUT = timedelta(minutes=1)  # for torchrun's own store, which exists before torchrun starts a process
 _POLL_SECONDS = 0.05
-_REPORT_AFTER_SECONDS = 5.0  # of waiting, after which a line says for whom
+_REPORT_AFTER_SECONDS = 5.0  # of waiting, after which a message names whom
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def previous_run_folder() -> Path | None:
 
 def broadcast_decision(decide: Callable[[], Decision]) -> Decision:
     """What process 0 decides, with absolute paths; the other processes wait for it. After a restart by torchrun,
-    `previous_run_folder` finds its run folder. Raises ConnectionError or TimeoutError, in a single line, if a process
-    does not come."""
+    `previous_run_folder` finds its run folder. Raises ConnectionError or TimeoutError if a process does not come."""
     torchrun = read_torchrun_env()
     if not is_rank_zero():
         assert torchrun is not None
@@ -73,7 +72,7 @@ def broadcast_decision(decide: Callable[[], Decision]) -> Decision:
 
 def broadcast_text(key: str, decide: Callable[[], str]) -> str:
     """The text that process 0 decides under `key`, also if torchrun starts the processes again; the others wait for it.
-    Raises what `broadcast_decision` raises."""
+    Raises ConnectionError or TimeoutError if a process does not come."""
     key = f"gpipe/{key}"
     if not is_rank_zero():
         shared = store()
@@ -106,7 +105,7 @@ def _receive(torchrun: Torchrun) -> Decision:
         nonlocal start
         if not shared.check([_START]):
             return False
-        # Perhaps that of an earlier start, whose process 0 has ended and never answers: read again at every call.
+        # Perhaps the store of an earlier start, whose process 0 has ended and never answers: read again at every call.
         start = shared.get(_START).decode()
         shared.set(f"{start}/{torchrun.rank}", token)
         return shared.check([f"{start}/{token}"])
@@ -152,7 +151,7 @@ def _process_timeout() -> timedelta:
 def store(*, hosts: bool = False) -> dist.TCPStore:
     """The store of all processes: torchrun's or, if something else has started them, a store that process 0 `hosts`.
 
-    Raises ConnectionError or TimeoutError, in a single line, if there is no store.
+    Raises ConnectionError or TimeoutError if no store answers.
     """
     named, port = store_address()
     address = "localhost" if hosts else named  # it listens at all addresses, and the name may lead elsewhere
@@ -168,13 +167,13 @@ def store(*, hosts: bool = False) -> dist.TCPStore:
 
     if not hosts:
         _wait(partial(_is_listening, address, port), whom, max_wait)
-    # in a thread: in C++ it waits for ever for what listens there and is no store, and no signal interrupts it
+    # in a thread: in C++ it waits forever if another program listens there, and no signal interrupts it
     Thread(target=make, daemon=True).start()
     _wait(lambda: bool(made), whom, max_wait)
     (shared,) = made
     if isinstance(shared, dist.DistError):
         reason = str(shared).partition("\n")[0]
-        raise ConnectionError(f"MASTER_ADDR={named}, MASTER_PORT={port}: there is no store ({reason})") from shared
+        raise ConnectionError(f"MASTER_ADDR={named}, MASTER_PORT={port}: no store answers ({reason})") from shared
     return shared
 
 

@@ -25,7 +25,7 @@ class Torchrun:
 
 
 def read_torchrun_env() -> Torchrun | None:
-    """This process's place among those that torchrun has started; None: the command starts its own processes.
+    """This process's place among the processes that torchrun has started; None: the command starts its own processes.
 
     Raises:
         InputError: the variables contradict each other, or a variable is not a number.
@@ -36,7 +36,7 @@ def read_torchrun_env() -> Torchrun | None:
         return None
     if not os.environ.get("MASTER_ADDR"):
         raise InputError(
-            f"WORLD_SIZE={world_size}: torchrun sets MASTER_ADDR beside it, which is missing; start gpipe by torchrun, "
+            f"WORLD_SIZE={world_size}: torchrun also sets MASTER_ADDR, which is missing; start gpipe by torchrun, "
             "or unset WORLD_SIZE and RANK"
         )
     store_address()
@@ -53,8 +53,8 @@ def describe_variables() -> str:
 
 @contextmanager
 def limit_waits(seconds: float) -> Iterator[None]:
-    """Inside, this process waits no longer for the others, which may not exist: another program may have left the
-    variables."""
+    """While active, this process waits no longer than this for the others, which may not exist: another program may
+    have left the variables."""
     before = _WAIT_LIMIT.set(seconds)
     try:
         yield
@@ -79,7 +79,7 @@ def store_address() -> tuple[str, int]:
 
 
 def may_restart() -> bool:
-    """Whether the store is torchrun's own, which outlives this process: torchrun may start the process again."""
+    """Whether the store is torchrun's, which outlives this process: torchrun may start the process again."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

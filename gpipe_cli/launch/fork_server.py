@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _IMPORTED = ["gpipe_cli.launch.worker", "torch.fx.experimental.symbolic_shapes"]
 _EXIT_TIMEOUT_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({}, {})"
-_IGNORED = (signal.SIGINT, *STOP_SIGNALS)  # by the server: its parent gets them, too, and ends it and its workers
+_IGNORED = (signal.SIGINT, *STOP_SIGNALS)  # by the server: its parent also gets them, and ends it and its workers
 
 
 class Worker:
@@ -155,8 +155,7 @@ fork_server = ForkServer()  # the server of this process
 
 
 def temporary_folder() -> Path:
-    """The folder for all that this command's processes leave in the temporary directory; removed when the last of them
-    has ended."""
+    """The folder for all temporary files of this command's processes; removed when the last of them has ended."""
     return _temporary()[0]
 
 
@@ -186,7 +185,7 @@ def _temporary() -> tuple[Path, int]:
         with suppress(subprocess.TimeoutExpired):  # a process that a user's layer has started may still run
             remover.wait(_EXIT_TIMEOUT_SECONDS)
 
-    # after multiprocessing has removed its own folder, which lies in this folder: that has priority -100
+    # after multiprocessing has removed its own folder, which is in this folder: that has priority -100
     Finalize(None, remove, exitpriority=-101)
     return Path(folder), write_end
 
@@ -202,7 +201,7 @@ def _tunables() -> str:
 
 
 def _libraries(config: TrainConfig) -> list[str]:
-    """The libraries that this run's workers need besides gpipe's; else every worker would import them for itself."""
+    """The libraries that this run's workers need besides gpipe's; else every worker would import them."""
     libraries = ["timm"] if isinstance(config.model, TimmConfig) else []
     if isinstance(config.model, HuggingFaceConfig):
         libraries += ["transformers.modeling_utils", *(["peft"] if config.model.lora else [])]

@@ -16,7 +16,7 @@ Task = Callable[["WorkerProcess"], None]  # a module-level function or a `partia
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is sent: the task and the spec, which are the same for all workers, and its own number."""
+    """What a worker is sent: the task and the spec, which are the same for all workers, and its rank."""
 
     task: Task
     spec: "PipelineSpec"
@@ -33,7 +33,7 @@ class Done:
 class Reason(StrEnum):
     """Why a process ended before its task was done, as far as callers act on it."""
 
-    USER = "user"  # the user can mend it by other settings
+    USER = "user"  # the user can fix it by other settings
     PEER = "peer"  # another process of the run has ended
     ABORTED = "aborted"  # NCCL has ended the process: another one has ended, or its own device failed
     LOST = "lost"  # the process was killed or stopped, or its device failed: a restart of the run may succeed
@@ -48,5 +48,5 @@ class Failure:
     text: str  # a single line
     seconds: float  # time.time() of the failure
     reason: Reason = Reason.OTHER
-    traceback: str = ""  # "" if `text` says enough
+    traceback: str = ""  # "" if `text` is enough
     invalid_setting: "InvalidSettingError | None" = None  # names the setting that would fix it; None: not known

@@ -29,7 +29,7 @@ OnMessage = Callable[[object], None]
 _FAILURE_TIMEOUT_SECONDS = 1.0  # how long the process that caused trouble has to report it
 _LAST_CHECKPOINT_TIMEOUT_SECONDS = 7.0  # the same while a failed process writes its checkpoint
 _END_TIMEOUT_SECONDS = 2.0  # how long the server has to report that workers have ended
-_BATCH_SECONDS = 0.05  # after a step was reported, messages gather for so long: a pipe has room for those of 40 steps
+_BATCH_SECONDS = 0.05  # for which messages gather after a step was reported: a pipe has room for 40 steps' messages
 _MAX_GAP_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
 
@@ -210,7 +210,7 @@ class Supervisor:
     def _loss_failure(self, rank: int, seconds: float | None) -> Failure:
         """The failure of another supervisor's process; `seconds` of silence, None if it has reported the failure."""
         if seconds is None:
-            text = f"{self._name_of(rank)} has failed, and says itself why"
+            text = f"{self._name_of(rank)} has failed, and reports itself why"
         else:
             text = (
                 f"{self._name_of(rank)}: nothing was heard of its supervisor for {seconds:.0f} s "
@@ -227,7 +227,7 @@ class Supervisor:
         reason = Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
             reason = Reason.ABORTED
-            text += "; so NCCL ends a process whose GPU has failed, or whose peer is lost: NCCL_DEBUG=WARN says more"
+            text += "; so NCCL ends a process whose GPU has failed, or whose peer is lost: NCCL_DEBUG=WARN shows more"
         if code == -signal.SIGKILL:
             text += "; the machine may be out of memory: more micro_batches or recompute=always need less"
         return Failure(rank, text, time.time(), reason)
@@ -255,8 +255,8 @@ class Supervisor:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the earliest;
-    None without failures."""
+    """The earliest failure that is not the loss of a peer; else the earliest that may be another's; else the
+    earliest."""
     priority = {Reason.ABORTED: 1, Reason.PEER: 2}
     return min(failures, key=lambda failure: (priority.get(failure.reason, 0), failure.seconds), default=None)
 
@@ -279,8 +279,8 @@ class SilenceTimer:
         """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: whether a
         process is stopped by a signal, which is asked for silent ones only.
 
-        For the others there is no limit before the first mini-batch is asked for (a vocabulary may be learned, a data
-        set fetched), and none while they compile.
+        For the others no limit holds before the first mini-batch is asked for (a vocabulary may be learned, a data set
+        fetched), and none while they compile.
         """
         looked_at = time.monotonic()
         passed = min(looked_at - self._looked_at, _MAX_GAP_SECONDS)

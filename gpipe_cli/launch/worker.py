@@ -67,7 +67,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         return control, groups
 
     sent = 0  # messages to the parent
-    sending = threading.Lock()  # a checkpoint is reported by a thread of its own
+    sending = threading.Lock()  # a checkpoint is reported by another thread
 
     def report(message: object) -> None:
         nonlocal sent
@@ -166,7 +166,7 @@ def _set_up_gpu(precision: str, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # fused attention kernels sum their backward in the order in which threads finish (flash too, while torch only
-    # warns); without them the attention weights of all pairs of positions are in memory at once
+    # warns); without them the attention weights of all pairs of positions are in memory together
     torch.backends.cuda.enable_flash_sdp(not deterministic)
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)

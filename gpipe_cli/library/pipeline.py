@@ -85,12 +85,12 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         pipeline.close()  # or `with Pipeline(...) as pipeline:` around the loop
 
     Losses, gradients and weights are the same bits for every K, schedule with the same order of backwards, and mode of
-    recomputation, with dropout too. Batch norm normalizes each micro-batch; its running statistics are those of the
-    mini-batch. Other buffers that layers change when they run are changed once by each micro-batch, in their order;
+    recomputation, also with dropout. Batch norm normalizes each micro-batch; its running statistics are the
+    mini-batch's. Other buffers that layers change when they run are changed once by each micro-batch, in their order;
     what they keep elsewhere, as in attributes, is changed again by a recomputation.
 
     The layers are traced once for each shape of the inputs. Where a step is not as traced (a tensor between processes
-    has another shape or type, or a tensor requires a gradient that would not come back), it ends with an InputError
+    has another shape or type, or a tensor requires a gradient that would not be returned), it ends with an InputError
     that names the layer. Inside torch.autocast, layers and the loss compute in its type, and gradients in float32.
 
     Without torchrun, all stages are in this process, and compute on the CPU or on several GPUs. Under torchrun, every
@@ -123,7 +123,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
                 modes of the modules that are set later have no effect on it: modules that are in evaluation mode now
                 stay so until `train` or `eval` is called. Under torchrun, layers of other processes are moved to the
                 meta device, which frees their memory.
-            example: inputs as those of a mini-batch, of which only shapes and types matter. With it the cut is known,
+            example: inputs like a mini-batch's, of which only shapes and types matter. With it the cut is known,
                 and the parameters are on their devices, before the optimizer is made; without it from the first step
                 on. Under torchrun, it or `balance` is required.
             partitions: K, at most as many as layers.
@@ -131,7 +131,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             schedule: gpipe, the paper's; 1f1b, zero_bubble, interleaved, for two stages or more on each device, and
                 zbv, v_half or v_min, for two.
             recompute: which micro-batches are recomputed before their backward: always, except_last (all but those
-                whose backward follows at once), never.
+                whose backward follows immediately), never.
             balance: the number of layers of each partition; None: chosen so that the slowest partition is as fast as
                 possible, by what the layers cost according to their shapes and the device's data sheet.
             devices: such as ["cuda:0", "cuda:1"], over which the stages are distributed; None: all GPUs, else the CPU.
@@ -139,7 +139,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             seed: for dropout and whatever else layers draw. The program's own generators are left as they are.
             graphs: on GPUs, replay the kernels of each stage as CUDA graphs where that gives the same bits, from the
                 second step with micro-batches of the same shapes on. `.grad` is then the same memory in every step,
-                without replicas. While they are recorded, `.item()` and other waits raise, in other threads, too.
+                without replicas. While they are captured, `.item()` and other waits raise, also in other threads.
             precision: of products and convolutions: bfloat16 by autocast, with weights and gradients in float32.
             compile: compile each layer by torch.compile, for each size of micro-batches, before the first step with it.
                 Not for schedules that cut backwards in two: zero_bubble, zbv, v_half and v_min.
@@ -211,8 +211,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
         Returns the loss of the mini-batch, without graph: on the device of the last stage; under torchrun in every
         process, on the CPU. There `inputs` may be None except in the process of the first stage (process 0), `targets`
-        except in that of the last stage (the last process; in a V also process 0). Each of several replicas is given
-        samples of its own, and the mean and the loss are over those of all.
+        except in the last stage's (the last process; in a V also process 0). Each of several replicas is given its own
+        samples, and the mean and the loss are over all replicas' samples.
 
         Raises InputError for arguments that cannot be used, ActionFailedError if a layer or the loss fails, and
         PeerLostError if another process is lost.
@@ -250,9 +250,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     @skip_compiler
     @torch.inference_mode(mode=False)  # as later steps train what the first call builds
     def forward(self, inputs: Values | None) -> Any:
-        """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor
-        (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
-        that of the last stage, and `inputs` may be None in all but the first. `pipeline(inputs)` is the same."""
+        """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor (N,
+        ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes except the
+        last stage's, and `inputs` may be None in all but the first. `pipeline(inputs)` is the same."""
         self._require(training=False)
         with self._take_over_autocast():
             part, traced, mini_batch = self._begin(inputs)
@@ -282,9 +282,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         kept = list(in_evaluation)
         for name in kept:
             if name not in names:
-                raise InvalidSettingError(
-                    "in_evaluation", name, "is no module; give names from named_modules() of the layers"
-                )
+                raise InvalidSettingError("in_evaluation", name, "is not a module; give names of named_modules()")
         below = tuple(f"{name}." for name in kept)
         self._keep_in_evaluation(name for name in names if name in kept or name.startswith(below))
         self._takes_single_samples = False
@@ -345,7 +343,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load parameters and buffers from what `state_dict` of the pipeline or of the sequence of layers returned.
-        Under torchrun every process gives all of them, and takes its own. Raises InputError if they do not fit."""
+        Under torchrun every process gives all of them, and loads its own. Raises InputError if they do not fit."""
         expected = self._model.state_dict()
         for name in (*expected, *state):
             if name not in state or name not in expected:
@@ -360,7 +358,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         )
 
     def close(self) -> None:
-        """Free all that the pipeline holds beside its layers: receive buffers, graphs and, under torchrun, process
+        """Free all that the pipeline holds except its layers: receive buffers, CUDA graphs and, under torchrun, process
         groups with their threads. All processes must call it together. The layers keep their values."""
         if self._closed:
             return
@@ -408,7 +406,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return self._layout.stages_of(self._control.rank)
 
     def _trace(self, inputs: Boundary) -> TracedModel:
-        """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError as `trace_layers`."""
+        """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError if layers do not fit."""
         key = inputs, self._autocast_dtype, self._in_evaluation
         if key not in self._traced:
             # within a process, the types between layers need not be known
@@ -423,8 +421,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return self._traced[key]
 
     def _cut(self, traced: TracedModel | None, samples: int) -> PipelineCut:
-        """Choose the stages, by the costs for mini-batches of `samples` if no balance is given, and keep the layers of
-        this process's stages. The boundaries between stages are left open."""
+        """Choose the stages, by the costs for mini-batches of `samples` if no balance is given, and keep this process's
+        layers. The boundaries between stages are left open."""
         arguments = self._arguments
         layout = self._layout
         balance = arguments.balance
@@ -508,8 +506,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     @contextmanager
     def _take_over_autocast(self) -> Iterator[None]:
-        """Inside, the program's autocast is off; layers and the loss compute in its type, with a cast for each layer,
-        so that results do not depend on the cut (`pipeline/runtime/precision.py`)."""
+        """While active, the program's autocast is off; layers and the loss compute in its type, with a cast for each
+        layer, so that results do not depend on the cut (`pipeline/runtime/precision.py`)."""
         kind = self._device_type
         enabled = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if enabled else None
@@ -581,7 +579,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         part.sum_gradients(timings)
         if replicas is not None and not self._replicas_agree:
             self._replicas_agree = True
-            remedy = "a layer changes it by the samples of its own replica; use replicas=1"
+            remedy = "a layer changes it by its replica's samples; use replicas=1"
             _check_same_in_replicas(replicas, dict(self._module.named_buffers()), remedy)
         for parameter, earlier in zip(summed, earlier_gradients, strict=True):
             if earlier is not None:
@@ -617,7 +615,7 @@ class _MiniBatch:
     inputs: Tensors | None  # only in the process of the first stage
     shapes: Boundary
     sizes: tuple[int, ...]  # samples of each micro-batch
-    first_micro_batch: int  # its number among those of all replicas
+    first_micro_batch: int  # its number among all replicas' micro-batches
     samples: int  # of all replicas
 
 
@@ -671,7 +669,7 @@ def _check_values(name: str, values: Values | None) -> Tensors:
 
 
 def _to_device(name: str, values: Values | None, device: str) -> Tensors:
-    """The tensors of a mini-batch on a device. Raises InputError as `_check_values`."""
+    """The tensors of a mini-batch on a device. Raises InputError if they cannot be a mini-batch."""
     moved = (tensor.detach().to(device, non_blocking=True) for tensor in _check_values(name, values))
     return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
 

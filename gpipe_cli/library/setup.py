@@ -47,30 +47,25 @@ class Arguments(PipelineSettings):
 
 
 def place_on_devices(arguments: Arguments, torchrun: Torchrun | None) -> Layout:
-    """The layout of a pipeline over the processes of torchrun, or the devices of this process, which have as many
-    threads as the program has set. Under torchrun only the device of this process is known, and is entered for all
-    processes.
+    """The layout of a pipeline over the processes of torchrun, or the devices of this process, with the program's
+    number of threads. Under torchrun only this process's device is known, and is entered for all.
 
-    Raises InputError as `place_stages`, for devices that this machine does not have, and for replicas without torchrun.
+    Raises InputError for missing devices, processes that do not fit the arguments, and replicas without torchrun.
     """
     if arguments.replicas > 1 and torchrun is None:
-        why = "each replica is in processes of its own; start them with torchrun"
+        why = "each replica has its own processes; start them with torchrun"
         raise InvalidSettingError("replicas", arguments.replicas, why)
     gpus = number_of_devices()
     threads = torch.get_num_threads()
     if arguments.devices is None:
         return place_stages(arguments, gpus, threads, torchrun)
     if not arguments.devices:
-        raise InvalidSettingError(
-            "devices", [], "there is none; give at least one, such as devices=['cpu'], or leave it out"
-        )
+        raise InvalidSettingError("devices", [], "is empty; give at least one, such as devices=['cpu'], or remove it")
     devices = [_known_device(name, gpus) for name in arguments.devices]
     if "cpu" in devices and {*devices} != {"cpu"}:
-        raise InvalidSettingError("devices", devices, "has the CPU beside GPUs; give one kind")
+        raise InvalidSettingError("devices", devices, "has the CPU and GPUs; give one kind")
     if torchrun is not None and len(devices) != 1:
-        raise InvalidSettingError(
-            "devices", devices, "under torchrun a process has one device; give this process's own"
-        )
+        raise InvalidSettingError("devices", devices, "under torchrun a process has one device; give its own")
     if len(devices) > arguments.partitions:
         why = f"there are {len(devices)} devices, and each needs a stage"
         raise InvalidSettingError("partitions", arguments.partitions, f"{why}; use partitions={len(devices)} or more")
@@ -85,9 +80,7 @@ def _known_device(name: str, gpus: int) -> str:
     device_names = ["cpu", *(f"{DEVICE_TYPE}:{number}" for number in range(gpus))]
     name = {DEVICE_TYPE: f"{DEVICE_TYPE}:0", "cpu:0": "cpu"}.get(name, name)
     if name not in device_names:
-        raise InvalidSettingError(
-            "devices", [name], f"there is no such device here; there are {', '.join(device_names)}"
-        )
+        raise InvalidSettingError("devices", [name], f"is not a device here; use one of {', '.join(device_names)}")
     return name
 
 
@@ -123,7 +116,7 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
     if not isinstance(layers, nn.Module):
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
         if strange := [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]:
-            raise InvalidSettingError("layers", strange[0], "is no module; give an nn.Sequential, or a list of modules")
+            raise InvalidSettingError("layers", strange[0], "is not a module; give modules, or an nn.Sequential")
         layers = nn.Sequential(*layers)
     if fault := why_not_sequential(layers):
         raise InvalidSettingError("layers", type(layers).__name__, fault)
@@ -153,8 +146,8 @@ def check_not_inference(call: str) -> None:
 
 @contextmanager
 def disable_modes() -> Iterator[None]:
-    """Inside, modes that the program has set are off. Layers are traced on the meta device: detection of anomalies
-    would ask for values there, and a dispatch mode would count what is never computed."""
+    """While active, modes that the program has set are off. Layers are traced on the meta device: detection of
+    anomalies would ask for values there, and a dispatch mode would count what is never computed."""
     without_anomalies = torch.autograd.set_detect_anomaly(False)
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), without_anomalies:
         yield

@@ -5,7 +5,7 @@ largest model that fits the memory, `gpipe plan solve=max_model`. All candidates
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -54,7 +54,7 @@ def choose(
     of this machine do not count.
 
     Raises:
-        NothingFitsError: no candidate fits the memory limit; the line has the smallest change that would fit.
+        NothingFitsError: no candidate fits the memory limit; the message has the smallest change that would fit.
         InputError: there is nothing to choose from, or no candidate can be run.
     """
     planner = _Planner(profile, costs_of, torchrun)
@@ -93,7 +93,7 @@ class _Planner:
         return fits(config, self.profile, layout_of(config, self.torchrun))
 
     def fastest(self, config: TrainConfig, auto: frozenset[str], other_machine: bool) -> Choice:
-        """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
+        """The candidate with the shortest step. Raises NothingFitsError or InputError if there is none."""
         keys = [key for key in AUTO if key in auto]
         tried: list[Candidate] = []
         for variant in _candidates(config, auto, len(self.profile.costs), self.torchrun, other_machine):
@@ -117,47 +117,45 @@ class _Planner:
 
     def largest_mini_batch(self, config: TrainConfig, key: str) -> Choice:
         """The largest mini-batch with which a cut fits the memory, and the next larger mini-batch. The number of
-        samples is a multiple of M R and at most that of the training set. `key`: `batch_size`, or `batch_tokens`, where
-        all sentences have the greatest length.
+        samples is a multiple of M R, and at most the training set's. `key`: `batch_size`, or `batch_tokens`, where all
+        sentences have the maximum length.
 
         The chosen configuration includes the memory limit, so that its stages are cut for it.
 
         Raises:
-            NothingFitsError: not even a single sample a micro-batch fits; the line has the smallest change that would.
+            NothingFitsError: not even one sample per micro-batch fits; the message has the smallest change that would.
             InputError: the memory of the devices is not known.
         """
         with_limit = layout_of(replace(config, recompute="auto"), self.torchrun)  # without a limit, the devices' memory
         if with_data_sheet(config.hardware, with_limit.devices).memory_gib is None:
-            use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
+            use = "give hardware.memory_gib=8 or hardware=... with known memory"
             raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
         if config.hardware.memory_gib is None:
             assert with_limit.limit_bytes is not None
             config = replace(config, hardware=replace(config.hardware, memory_gib=with_limit.limit_bytes / 2**30))
-        limit = max(
-            1, _training_samples(config) // (config.micro_batches * config.replicas)
-        )  # samples of a micro-batch
+        micro_batch_limit = max(1, _training_samples(config) // (config.micro_batches * config.replicas))
         sized = partial(with_samples, config, self.profile, key)
 
         def planned(planner: _Planner, samples: int) -> Candidate:
             variant = sized(samples)
             return planner.candidate(str(getattr(variant, key)), variant)
 
-        fitting = bisect_left(range(1, limit + 1), True, key=lambda samples: not self.fits(sized(samples)))
+        fitting = bisect_left(range(1, micro_batch_limit + 1), True, key=lambda samples: not self.fits(sized(samples)))
         chosen = planned(self, max(1, fitting))
         while chosen.over is not None and fitting > 1:  # schedule=auto may find another order by `costs_of`
             fitting -= 1
             chosen = planned(self, fitting)
         if chosen.over is not None:
-            raise self.nothing_fits_error(chosen, f"{key}=auto: not even one sample a micro-batch fits; ")
-        if fitting == limit:
+            raise self.nothing_fits_error(chosen, f"{key}=auto: not even one sample per micro-batch fits; ")
+        if fitting == micro_batch_limit:
             return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
         larger = planned(replace(self, costs_of=predicted_costs), fitting + 1)
         return Choice(key, "the largest that fits the memory", (chosen, larger), chosen)
 
-    def nothing_fits_error(self, unfit: Candidate, prefix: str) -> NothingFitsError:
-        """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
-        model, and both rather than the memory."""
-        config, error = unfit.config, unfit.over
+    def nothing_fits_error(self, closest: Candidate, prefix: str) -> NothingFitsError:
+        """The error that names the stage that exceeds the limit, by how much, and what to change: settings rather than
+        the model, and both rather than the memory."""
+        config, error = closest.config, closest.over
         assert error is not None
         given, balance = config.hardware.memory_gib, config.partition.balance
         automatic = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
@@ -180,12 +178,7 @@ class _Planner:
         return NothingFitsError(f"{prefix}{limit}: {where} needs {size(error.missing_bytes)} more; {advice}")
 
     def remedy(self, config: TrainConfig) -> str:
-        """The mildest change with which a cut fits, as a user types it; "" if none was found.
-
-        A single kind of change, if that is enough, and no more of it than needed. The further a change goes, the more
-        memory it saves, so a kind that does not help in full is not tried in part. Steps are simulated for
-        `schedule=auto` only.
-        """
+        """The mildest change with which a cut fits, as a user types it, or "". Only `schedule=auto` simulates steps."""
 
         @cache
         def suffices(changes: tuple[_Change, ...]) -> bool:
@@ -197,27 +190,33 @@ class _Planner:
             except InputError:  # two settings that do not go together
                 return False
 
-        def full_changes(kinds: Sequence[Sequence[_Change]]) -> tuple[_Change, ...]:
-            return tuple(kind[-1] for kind in kinds)
+        changes = smallest_sufficient(_changes(config, self.profile), suffices)
+        if not changes and (smaller := _smaller_mini_batches(config, self.profile)):
+            changes = smallest_sufficient([smaller], suffices)
+        return " ".join(f"{key}={format_value(value)}" for key, value in dict(chain(*changes)).items())
 
-        kinds = _changes(config, self.profile)
-        needed = next(([kind] for kind in kinds if suffices(full_changes([kind]))), [])
-        if not needed and kinds and suffices(full_changes(kinds)):
-            needed = kinds
-            for kind in reversed(kinds):
-                fewer = [other for other in needed if other is not kind]
-                needed = fewer if suffices(full_changes(fewer)) else needed
-        if (
-            not needed
-            and (smaller := _smaller_mini_batches(config, self.profile))
-            and suffices(full_changes([smaller]))
-        ):
-            needed = [smaller]
-        smallest = full_changes(needed)
-        for at, kind in enumerate(needed):
-            milder = [(*smallest[:at], change, *smallest[at + 1 :]) for change in kind[:-1]]
-            smallest = (*milder, smallest)[bisect_left(milder, True, key=suffices)]
-        return " ".join(f"{key}={format_value(value)}" for key, value in dict(chain(*smallest)).items())
+
+def smallest_sufficient(
+    kinds: Sequence[Sequence[_Change]], enough: Callable[[tuple[_Change, ...]], bool]
+) -> tuple[_Change, ...]:
+    """The smallest changes that are `enough`; () if there are none. A single kind of change, if that is enough, and no
+    more of it than needed. `kinds` has the preferred kind first, and of each kind the mildest change first. The last
+    change of a kind saves the most memory, so a kind whose last change does not help is not tried in part."""
+
+    def strongest(kinds: Iterable[Sequence[_Change]]) -> tuple[_Change, ...]:
+        return tuple(kind[-1] for kind in kinds)
+
+    needed = next(([kind] for kind in kinds if enough(strongest([kind]))), [])
+    if not needed and kinds and enough(strongest(kinds)):
+        needed = list(kinds)
+        for kind in reversed(kinds):
+            fewer = [other for other in needed if other is not kind]
+            needed = fewer if enough(strongest(fewer)) else needed
+    smallest = strongest(needed)
+    for at, kind in enumerate(needed):
+        milder = [(*smallest[:at], change, *smallest[at + 1 :]) for change in kind[:-1]]
+        smallest = (*milder, smallest)[bisect_left(milder, True, key=enough)]
+    return smallest
 
 
 def _recompute_choices(plan: Plan) -> Iterator[Choice]:
@@ -233,7 +232,7 @@ def _recompute_choices(plan: Plan) -> Iterator[Choice]:
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
-    """The configuration with micro-batches of `samples` of the greatest length; `key`: one of AUTO_BATCH."""
+    """The configuration with micro-batches of `samples` of the maximum length; `key`: one of AUTO_BATCH."""
     units = 1 if key == "batch_size" else max(profile.lengths)
     size: dict[str, Any] = {key: samples * config.micro_batches * config.replicas * units}
     return replace(config, **size)
@@ -256,7 +255,7 @@ def _candidates(
 ) -> list[TrainConfig]:
     """The configurations to try: those with enough devices, and with a sample for every micro-batch.
 
-    Raises InputError if there is no choice of `micro_batches`.
+    Raises InputError if `micro_batches` cannot be chosen.
     """
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
     order = ORDERS.get(config.schedule, Order())
@@ -272,7 +271,7 @@ def _candidates(
     if "micro_batches" in auto:
         if config.batch_size is None:
             raise InputError(
-                f"micro_batches=auto: batch_tokens={config.batch_tokens} does not say how many samples there are; "
+                f"micro_batches=auto: batch_tokens={config.batch_tokens} does not give the number of samples; "
                 "give a number, e.g. micro_batches=4"
             )
         if config.batch_size == 1:
@@ -285,8 +284,8 @@ def _candidates(
     candidates = []
     for k, r, m in product(partitions, replicas, micro_batches):
         processes = order.devices(k, stages_per_process) * r
-        unfit = processes > devices if torchrun is None else processes != devices
-        if not (unfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
+        misfit = processes > devices if torchrun is None else processes != devices
+        if not (misfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
             candidates.append(replace(config, partitions=k, replicas=r, micro_batches=m))
     return candidates
 
@@ -337,42 +336,17 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
 
     Raises:
         NothingFitsError: not even the smallest model fits.
-        InputError: there is no limit, or the model has no sizes.
+        InputError: without a limit, or for a model without sizes.
     """
     if layout_of(config).memory is None:
-        raise InputError(
-            "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a memory of its own"
-        )
+        raise InputError("solve=max_model: needs a limit; give hardware.memory_gib=8 or hardware=... with known memory")
     began = time.monotonic()
-    comparisons = []
-    for key, step in _sizes(config):
-        tried: dict[int, Candidate] = {}
-        allowed = int(bounds(config.model, key).maximum)
-        most = allowed // step * step
-        # the largest size that fits is at least `low`, which fits or has too few layers, and below `high`
-        low, high = 0, most + step
-        guess = min(max(step, getattr(config.model, key) // step * step), most)
-        while high - low > step:
-            grown = replace(config, model=replace(config.model, **{key: guess}))
-            fits = True
-            if number_of_layers(grown) >= config.partitions:
-                tried[guess] = _Planner(profile_model(grown), predicted_costs, None).candidate(str(guess), grown)
-                fits = tried[guess].plan is not None
-                if time.monotonic() - began > _SILENT_SECONDS:
-                    log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")
-            low, high = (guess, high) if fits else (low, guess)
-            estimate = _full_size(tried) if tried else 0.0
-            if high > most:
-                guess = min(max(estimate, 2 * low), 16 * low)
-            else:  # estimates and halves take turns: where memory hardly grows with the size, estimates go astray
-                margin = (high - low) / 8
-                halves = len(tried) % 2
-                guess = (low + high) / 2 if halves else min(max(estimate, low + margin), high - margin)
-            guess = min(max(int(guess) // step * step, low + step), high - step)
-        end = "" if low < most else f"; the setting allows no more than {allowed}"
-        rule = f"the largest that fits, everything else as given{end}"
-        candidates = tuple(tried[guess] for guess in sorted(tried))
-        comparisons.append(Choice(f"model.{key}", rule, candidates, tried.get(low)))
+
+    def log_late(line: str) -> None:
+        if time.monotonic() - began > _SILENT_SECONDS:
+            log(line)
+
+    comparisons = [_largest_size(config, key, step, log_late) for key, step in _sizes(config)]
     plans = [comparison.chosen.made for comparison in comparisons if comparison.chosen is not None]
     if not plans:
         reason = comparisons[0].candidates[0].reason
@@ -384,22 +358,63 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
     return replace(best, choices=tuple(comparisons))
 
 
-def _full_size(tried: Mapping[int, Candidate]) -> float:
-    """The size that would fill the memory if it grew with a power of the size: as between the two tried sizes that come
-    nearest to filling it, or, if only one was tried, with the square."""
+def _largest_size(config: TrainConfig, key: str, step: int, log: Callable[[str], None]) -> Choice:
+    """The largest `model.<key>`, a multiple of `step`, with which the model fits."""
+    tried: dict[int, Candidate] = {}
 
-    def distance(size: int) -> float:
-        """The logarithm of the share of its memory that the fullest stage needs."""
-        candidate = tried[size]
+    def try_size(size: int) -> tuple[bool, float | None]:
+        resized: dict[str, Any] = {key: size}
+        grown = replace(config, model=replace(config.model, **resized))
+        if number_of_layers(grown) < config.partitions:
+            return True, None
+        tried[size] = candidate = _Planner(profile_model(grown), predicted_costs, None).candidate(str(size), grown)
+        log(f"model.{key}={size} {'does not fit' if candidate.over else 'fits'}")
         if candidate.over is not None:
-            return math.log(candidate.over.enough_bytes / candidate.over.memory.limit_bytes)
-        layout = candidate.made.layout
-        assert layout.limit_bytes is not None
-        return math.log(max(stage.total_bytes for stage in candidate.made.memory) / layout.limit_bytes)
+            return False, candidate.over.enough_bytes / candidate.over.memory.limit_bytes
+        limit_bytes = candidate.made.layout.limit_bytes
+        assert limit_bytes is not None
+        return True, max(stage.total_bytes for stage in candidate.made.memory) / limit_bytes
 
-    first, *others = sorted(tried, key=lambda size: abs(distance(size)))
-    power = (distance(first) - distance(others[0])) / math.log(first / others[0]) if others else 2.0
-    return first * math.exp(-distance(first) / max(power, 0.1))
+    allowed = int(bounds(config.model, key).maximum)
+    most = allowed // step * step
+    largest = secant_then_bisect(try_size, min(max(step, getattr(config.model, key) // step * step), most), step, most)
+    end = "" if largest < most else f"; the setting allows no more than {allowed}"
+    rule = f"the largest that fits, everything else as given{end}"
+    return Choice(f"model.{key}", rule, tuple(tried[size] for size in sorted(tried)), tried.get(largest))
+
+
+def secant_then_bisect(try_size: Callable[[int], tuple[bool, float | None]], guess: int, step: int, most: int) -> int:
+    """The greatest multiple of `step`, up to `most`, that fits; 0 if none does. `try_size` returns whether a size
+    fits, and the share of the memory that its fullest stage needs (None: not known, for too small a size).
+
+    The first `guess` is followed by estimates of the size that fills the memory, up to the first size that does not
+    fit; then estimates and halves alternate: where memory hardly grows with the size, estimates go astray.
+    """
+    shares: dict[int, float] = {}
+    low, high = 0, most + step  # the answer is at least `low` and below `high`
+    while high - low > step:
+        fits, share = try_size(guess)
+        if share is not None:
+            shares[guess] = math.log(share)
+        low, high = (guess, high) if fits else (low, guess)
+        estimate = _full_size(shares) if shares else 0.0
+        margin = (high - low) / 8
+        if high > most:
+            estimate = min(max(estimate, 2 * low), 16 * low)
+        elif len(shares) % 2:
+            estimate = (low + high) / 2
+        else:
+            estimate = min(max(estimate, low + margin), high - margin)
+        guess = min(max(int(estimate) // step * step, low + step), high - step)
+    return low
+
+
+def _full_size(shares: Mapping[int, float]) -> float:
+    """The size that would fill the memory if memory grew with a power of the size: as between the two sizes of `shares`
+    (size -> the logarithm of its share of the memory) that come nearest to filling it; of a single size, the square."""
+    first, *others = sorted(shares, key=lambda size: abs(shares[size]))
+    power = (shares[first] - shares[others[0]]) / math.log(first / others[0]) if others else 2.0
+    return first * math.exp(-shares[first] / max(power, 0.1))
 
 
 def _sizes(config: TrainConfig) -> tuple[tuple[str, int], ...]:

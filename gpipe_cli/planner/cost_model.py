@@ -1,5 +1,5 @@
-"""What layers cost on a machine (c_i in section 2.1 of the paper), by a device's data sheet or measured.
-All predictions read these `StepCosts`: the cut, `gpipe plan`, and the line that a run prints after 20 steps.
+"""What layers cost on a machine (c_i in section 2.1 of the paper), by a device's data sheet or measured. All
+predictions read these `StepCosts`: the cut, `gpipe plan`, and what a run prints after 20 steps.
 """
 
 import math
@@ -25,7 +25,7 @@ class MeasuredCosts:
     beyond these the seconds of a layer are linear in the size."""
 
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
-    # per layer, for both sizes: a forward, a forward that keeps its graph, a backward, and its halves if it is split
+    # per layer, for both sizes: a forward, a forward that saves its graph, a backward, and its halves if it is split
     seconds: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
     updates: Sequence[float]  # seconds per step of the update of each layer's weights
     set_up: float  # seconds of work that is done once per step
@@ -83,9 +83,8 @@ def predicted_costs(
     samples: float | None = None,
     assume_links: bool = False,
 ) -> StepCosts:
-    """The costs of a micro-batch of `samples` (default: their mean number) by the `rates` of the device (default:
-    its data sheet's), divided among layers by the user's costs, if given. `assume_links`: as if stages were on several
-    devices.
+    """The costs of a micro-batch of `samples` (default: their mean number) by the device's `rates` (default: its data
+    sheet's), divided among layers by the user's costs, if given. `assume_links`: as if on several devices.
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """

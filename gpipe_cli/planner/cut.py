@@ -63,8 +63,8 @@ def bounds_of(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
-    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
-    so where stages share a device. `_held` judges it. No step is simulated.
+    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may still
+    fit where stages share a device. No step is simulated.
 
     Raises InputError if the user's balance or file does not fit the model and the other settings, or if Lingvo's rule
     leaves a stage without layers.
@@ -100,7 +100,7 @@ def balance_layers(
 ) -> tuple[int, ...]:
     """The numbers of layers with which the slowest partition is as fast as possible, where layers that share something
     stay together. `limits`: the first `furthest` of :func:`partition` that allows a cut counts; `sends` are its
-    arguments of that name. If none allows one, shared layers are split, which `check_cut` refuses."""
+    arguments of that name. If none allows one, shared layers are split, for which `check_cut` raises."""
     for furthest in limits:
         furthest = ends_with_shared_layers_together(shared, len(work), partitions, furthest)
         with suppress(NoCutFitsError):
@@ -117,7 +117,7 @@ def work_of(costs: StepCosts, *, with_recompute: bool) -> list[float]:
 
 
 def sends_of(costs: StepCosts) -> dict[str, Any]:
-    """The arguments of `partition` that say what is sent."""
+    """The arguments of `partition` for what is sent."""
     return {
         "forward_sends": [edge.forward_seconds for edge in costs.edges],
         "backward_sends": [edge.backward_seconds for edge in costs.edges],

@@ -26,7 +26,7 @@ _SHEETS = (
     ("T4", 0, "t4"),
     ("V100", 0, "v100"),
 )
-# GPU memory reserved for CUDA's context and for the code and workspaces of its libraries; the value is our choice.
+# GPU memory reserved for CUDA's context and for the code and workspaces of its libraries (a heuristic).
 _LIBRARIES_GIB = 1.0
 
 
@@ -42,9 +42,8 @@ def with_data_sheet(hardware: HardwareConfig, devices: Sequence[str]) -> Hardwar
     names = [data_sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
     sheets = [load_hardware(name) if name else hardware for name in names]
     slowest = min(sheets, key=lambda sheet: sheet.tflops or 0.0)
-    given = {
-        f.name: value for f in fields(hardware) if f.name != "name" and (value := getattr(hardware, f.name)) is not None
-    }
+    values = {field.name: getattr(hardware, field.name) for field in fields(hardware) if field.name != "name"}
+    given = {name: value for name, value in values.items() if value is not None}
     if gpus:
         given = {"memory_gib": min(gpu.memory_bytes for gpu in gpus) / 2**30 - _LIBRARIES_GIB} | given
     return replace(slowest, **given)
@@ -67,7 +66,7 @@ def data_sheet_of(gpu: Gpu) -> str | None:
 
 def gpu_of(device: str) -> Gpu | None:
     """The GPU that a device name stands for; None for `cpu`, and without a driver. Devices of other machines count as
-    those of this machine, as all machines of a run have equally many GPUs."""
+    devices of this machine, as all machines of a run have equally many GPUs."""
     gpus = usable_gpus() if device != "cpu" else ()
     return gpus[int(device.partition(":")[2]) % len(gpus)] if gpus else None
 
@@ -76,7 +75,7 @@ def number_of_gpus(config: TrainConfig) -> int:
     """The number of GPUs that a run may use. Raises InvalidSettingError for device=cuda if there is none."""
     gpus = len(usable_gpus()) if config.device != "cpu" and torch_supports_accelerator() else 0
     if config.device == "cuda" and gpus == 0:
-        why = "there is no CUDA device here" if torch_supports_accelerator() else "this torch is built without CUDA"
+        why = "this machine has no CUDA device" if torch_supports_accelerator() else "this torch is built without CUDA"
         raise InvalidSettingError("device", config.device, f"{why}; use device=cpu or device=auto")
     return gpus
 
@@ -88,5 +87,5 @@ def computes_on_gpu(config: TrainConfig) -> bool:
 
 
 def replays_graphs(config: TrainConfig) -> bool:
-    """Whether the stages of the run, or of the machine that it is planned for, are replayed as graphs."""
+    """Whether the stages of the run, or of the machine that it is planned for, are replayed as CUDA graphs."""
     return config.graphs is not False and computes_on_gpu(config)

@@ -2,8 +2,8 @@
 
 The paper's cost estimate c_i of a layer (section 2.1) is its FLOPs. On real devices an operation also takes time to
 launch, and an operation that computes little takes as long as moving its bytes. On GPUs and TPUs computing overlaps
-with moving bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up. Without graphs a
-GPU waits for its host where that takes longer to launch operations than the GPU to run them.
+with moving bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up. Without CUDA
+graphs a GPU waits for its host where that takes longer to launch operations than the GPU to run them.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationCounts, OperationKind
 # overlapping windows and only as wide as the channels. From ResNet-50 on A100 and V100 in the recipe `published`.
 _CONVOLUTIONS_REACH = 0.46
 
-# Seconds of a GPU's host per operation that it launches, the Python of layers included: those of AmoebaNet-D (18, 256)
-# and of the default job beside an H100 (recipes/gpus.md).
+# Seconds of a GPU's host per operation that it launches, the Python of layers included: measured for AmoebaNet-D (18,
+# 256) and the default job, with an H100 (recipes/gpus.md).
 _LAUNCH_SECONDS = 37e-6
 
 # Where seconds come from: the device's data sheet; another device's, if it has none (then only the ratios of layers are
@@ -57,8 +57,8 @@ def rates_of_data_sheet(
     hardware: HardwareConfig, threads: int, precision: Precision = "float32", *, launched: bool = False
 ) -> DeviceRates:
     """The rates by a data sheet (a CPU's is per thread), or by an H200's if `hardware` has none. At a precision other
-    than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with
-    few channels no more than in float32. `launched`: a host launches each operation by itself, not in graphs."""
+    than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with few
+    channels no more than in float32. `launched`: a host launches each operation by itself, not in CUDA graphs."""
     cost_source: CostSource = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, cost_source = load_hardware("h200"), "other_device"

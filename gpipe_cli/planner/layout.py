@@ -66,7 +66,7 @@ class Layout:
     rank_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
     threads: int  # threads of each process; by default its share of the cores
-    concurrent_devices: int  # how many devices of all pipelines can compute at once, as CPU processes share cores
+    concurrent_devices: int  # how many devices of all pipelines compute at the same time: CPU processes share cores
     is_local: bool  # whether the plan is for this machine; others have as many devices as needed
     torchrun: Torchrun | None  # this process, if torchrun started it
     memory: Memory | None = None  # the memory limit of the stages; None if there is none
@@ -83,8 +83,7 @@ class Layout:
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
-        """The number of each stage's device, from 0 on: stages with the same number take turns. Each process on a CPU
-        is a device of its own."""
+        """The number of each stage's device, from 0 on; each process on a CPU is a separate device."""
         if not self.is_local:
             return self.row_of_stage
         places = list(zip(self.rank_of_stage, self.devices, strict=True))
@@ -142,8 +141,8 @@ class Layout:
 
     @property
     def one_device(self) -> bool:
-        """Whether all stages take turns on a single device, or there are too few cores for the threads, so that a
-        measurement does not show a pipeline's speed."""
+        """Whether all stages share a single device, or there are too few cores for the threads, so that a measurement
+        does not show a pipeline's speed."""
         in_turns = not self.distributed and len(self.devices) > 1 and len(set(self.devices)) == 1
         return in_turns or self.short_of_cores
 
@@ -166,15 +165,14 @@ class Layout:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a process, given by its rank in the run or its number in the pipeline."""
-        return tuple(
-            stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank % self.processes_per_pipeline
-        )
+        return tuple(k for k, owner in enumerate(self.rank_of_stage) if owner == rank % self.processes_per_pipeline)
 
 
 def layout_of(config: TrainConfig, torchrun: Torchrun | None = None) -> Layout:
     """The layout of a configuration; `torchrun`: this process, if torchrun started it.
 
-    Raises InputError as `place_stages`, and for a `recompute=auto` without a known device memory.
+    Raises InputError for missing devices, a number of processes that does not fit the settings, and `recompute=auto`
+    without a known device memory.
     """
     layout = place_stages(
         config, number_of_gpus(config), config.threads, torchrun, is_local=config.hardware.is_this_machine
@@ -185,27 +183,49 @@ def layout_of(config: TrainConfig, torchrun: Torchrun | None = None) -> Layout:
 def place_stages(
     settings: PipelineSettings, gpus: int, threads: int | None, torchrun: Torchrun | None, *, is_local: bool = True
 ) -> Layout:
-    """The layout, without memory limits, of a run that may use so many GPUs of this machine, in processes of `threads`
+    """The layout, without memory limits, of a run that may use `gpus` GPUs of this machine, in processes of `threads`
     threads (None: their share of the cores); `is_local`: the plan is for this machine.
+
+    Each pipeline has P processes and the stages in rows, as many as n devices, the number that the settings ask for,
+    or fewer. G is the number of GPUs for each of the R pipelines.
+
+        started by   stages              P                rows         devices
+        torchrun     on CPUs             world size / R   P, n if P=1  the CPU
+        torchrun     on GPUs             world size / R   P, n if P=1  the GPU of each process
+        gpipe        on a CPU, together  1                n            the CPU
+        gpipe        on GPUs, together   1                min(n, G) *  the GPUs of the pipeline
+        gpipe        on CPUs             n                n            the CPU
+        gpipe        on GPUs             min(n, G) *      P            the GPU of each process
+
+    Together are all stages with executor=in_process, or a single stage. *: n where a setting fixes the rows.
 
     Raises InputError for missing devices, and for a number of processes that does not fit the settings.
     """
     partitions, replicas = settings.partitions, settings.replicas
     rows = _rows(settings, None)
+    number_of_rows = 1 + max(rows)
     _check_stages_per_process(settings)
     if torchrun is None:
-        processes = _processes_without_torchrun(settings, 1 + max(rows), gpus)
+        processes = _processes_without_torchrun(settings, number_of_rows, gpus)
     else:
-        processes = _processes_under_torchrun(settings, 1 + max(rows), torchrun)
-    rank_of_stage = (0,) * partitions
+        processes = _processes_under_torchrun(settings, number_of_rows, torchrun)
+
+    drives_gpus = processes == 1 and torchrun is None and gpus >= replicas  # the process, all GPUs of its pipeline
     if processes > 1:
-        rank_of_stage = rows = rows if processes == 1 + max(rows) else _rows(settings, processes)
+        number_of_rows = processes
+    elif drives_gpus and not _fixed_by(settings):
+        number_of_rows = min(number_of_rows, gpus // replicas)
+    if number_of_rows != 1 + max(rows):
+        rows = _rows(settings, number_of_rows)
+    rank_of_stage = rows if processes > 1 else (0,) * partitions
+
     if gpus == 0:
         devices = (("cpu",) * partitions,) * replicas
-    elif processes == 1 and torchrun is None and gpus >= replicas:
-        rows, devices = _gpus_of_one_process(settings, rows, gpus // replicas)
+    elif drives_gpus:
+        devices = _gpus_of_one_process(rows, replicas, gpus // replicas)
     else:
         devices = _gpu_of_each_process(settings, rank_of_stage, gpus, torchrun)
+
     threads = threads or default_threads(processes * replicas)
     layout = Layout(devices, rank_of_stage, rows, threads, 0, is_local, torchrun)
     concurrent_devices = (1 + max(layout.device_of_stage)) * replicas
@@ -282,15 +302,17 @@ def _order(settings: PipelineSettings) -> Order:
 
 
 def placement_of(settings: PipelineSettings) -> PlacementName:
-    """The placement that the settings name, or that suits the schedule."""
+    """The placement that the settings name, or that matches the schedule."""
     given = settings.placement or _order(settings).placement
     default = "looped" if settings.schedule == AUTO_SCHEDULE else "neighbours"
     return given or default  # type: ignore[return-value]  # the settings were checked
 
 
-def _fixes_rows(settings: PipelineSettings) -> bool:
-    """Whether the schedule itself says how many devices there are: a file, or one of its own shape."""
-    return settings.schedule_is_file or _order(settings).placement == "v"
+def _fixed_by(settings: PipelineSettings) -> str | None:
+    """The setting that fixes the number of rows, if any does: a file, a schedule on a V, or `stages_per_process`."""
+    if settings.schedule_is_file or _order(settings).placement == "v":
+        return "schedule"
+    return None if settings.stages_per_process is None else "stages_per_process"
 
 
 def _check_stages_per_process(settings: PipelineSettings) -> None:
@@ -299,20 +321,17 @@ def _check_stages_per_process(settings: PipelineSettings) -> None:
     if per_process is None:
         return
     if settings.schedule_is_file:
-        raise InvalidSettingError(
-            "stages_per_process", per_process, f"schedule={settings.schedule} says it; leave it out"
-        )
+        given = f"schedule={settings.schedule}"
+        raise InvalidSettingError("stages_per_process", per_process, f"{given} already gives it; remove it")
     if _order(settings).placement == "v" and per_process != 2:
-        raise InvalidSettingError(
-            "stages_per_process", per_process, f"schedule={settings.schedule} has two; leave it out"
-        )
+        raise InvalidSettingError("stages_per_process", per_process, f"schedule={settings.schedule} has two; remove it")
     if per_process > partitions:
         use = f"use stages_per_process={partitions}, or partitions={per_process} or more"
         raise InvalidSettingError(
             "stages_per_process", per_process, f"a pipeline has only {plural(partitions, 'stage')}; {use}"
         )
     if settings.executor == "in_process" and placement_of(settings) == "neighbours":
-        why = "executor=in_process has all stages in one process; leave one of the two out"
+        why = "executor=in_process has all stages in one process; remove one of the two"
         raise InvalidSettingError("stages_per_process", per_process, why)
 
 
@@ -320,20 +339,19 @@ def _processes_without_torchrun(settings: PipelineSettings, rows: int, gpus: int
     """The number of processes that the command starts for each pipeline."""
     if settings.partitions == 1 or settings.executor == "in_process":
         return 1
-    if settings.stages_per_process is not None or _fixes_rows(settings):
+    if _fixed_by(settings):
         return rows
     return min(rows, max(1, gpus // settings.replicas)) if gpus else rows
 
 
 def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: Torchrun) -> int:
-    """The number of processes that each pipeline gets of those that torchrun started. Raises InputError if they do not
-    fit the settings."""
+    """The number of processes that each pipeline gets from torchrun. Raises InputError if they do not fit."""
     partitions, replicas, per_process = settings.partitions, settings.replicas, settings.stages_per_process
     cause = f"torchrun started {torchrun.world_size} processes"
     if torchrun.world_size % replicas:
         raise InvalidSettingError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
     if settings.executor == "in_process" and torchrun.world_size > replicas:
-        raise InputError(f"executor=in_process: {cause}; start one for each replica, or leave executor out")
+        raise InputError(f"executor=in_process: {cause}; start one for each replica, or remove executor")
     if torchrun.world_size > partitions * replicas:
         raise InputError(
             f"partitions={partitions}: {cause}, and each needs a stage; use "
@@ -342,8 +360,8 @@ def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: T
         )
     processes = torchrun.world_size // replicas
     if per_process is not None and processes != rows:
-        raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
-    if _fixes_rows(settings) and 1 < processes != rows:
+        raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; remove it")
+    if _fixed_by(settings) and 1 < processes != rows:
         why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
         raise InvalidSettingError("schedule", settings.schedule, why)
     return processes
@@ -352,23 +370,18 @@ def _processes_under_torchrun(settings: PipelineSettings, rows: int, torchrun: T
 _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
-def _gpus_of_one_process(
-    settings: PipelineSettings, rows: Sequence[int], gpu_count: int
-) -> tuple[tuple[int, ...], _Devices]:
-    """The row and the devices of each stage, if every pipeline has a single process, which drives `gpu_count` GPUs."""
-    if settings.stages_per_process is None and not _fixes_rows(settings):
-        rows = _rows(settings, min(gpu_count, 1 + max(rows)))
-    used_gpus = min(gpu_count, 1 + max(rows))
-    gpus = [row * used_gpus // (1 + max(rows)) for row in rows]
-    return tuple(rows), tuple(
-        tuple(f"{DEVICE_TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(settings.replicas)
-    )
+def _gpus_of_one_process(rows: Sequence[int], replicas: int, gpu_count: int) -> _Devices:
+    """The devices of each stage, if each pipeline is a process, which drives `gpu_count` GPUs; rows share GPUs where
+    there are too few."""
+    number_of_rows = 1 + max(rows)
+    gpus = [row * min(gpu_count, number_of_rows) // number_of_rows for row in rows]
+    return tuple(tuple(f"{DEVICE_TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(replicas))
 
 
 def _gpu_of_each_process(
     settings: PipelineSettings, rank_of_stage: Sequence[int], gpus: int, torchrun: Torchrun | None
 ) -> _Devices:
-    """The devices of each stage, if every process has a GPU of its own. Raises InputError if there are too few."""
+    """The devices of each stage, if every process has its own GPU. Raises InputError if there are too few."""
     partitions, replicas = settings.partitions, settings.replicas
     processes = 1 + max(rank_of_stage)
     local_processes = processes * replicas if torchrun is None else torchrun.local_world_size

@@ -23,7 +23,7 @@ from gpipe_cli.schedule.search import Problem, search_order
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
 
 SHORTEST = "the shortest predicted step that fits"
-_SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
+_SHOWN = 3  # number of the fastest orders of schedule=auto that are shown next to the named ones
 
 
 CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
@@ -41,7 +41,7 @@ def plan_step(
 
 
 def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Plan:
-    """Cut the model for `config`, order the actions of a step and simulate it; `costs` are those of a mean micro-batch.
+    """Cut the model for `config`, order the actions of a step and simulate it; `costs` are for a mean micro-batch.
 
     Raises:
         TooLargeError: no cut stays below the layout's limit to the memory on every stage.
@@ -54,8 +54,8 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 
 
 def baseline_of(plan: Plan) -> Plan | None:
-    """What a pipeline has to beat: a single device that takes the mini-batch whole and recomputes nothing, with all
-    threads of the machine. None if that does not fit the device's memory, where it is known."""
+    """The single-device baseline: it takes the mini-batch whole and recomputes nothing, with all threads of the
+    machine. None if that does not fit the device's memory, where it is known."""
     config = single_device_baseline(plan.config)
     try:
         layout = layout_of(replace(config, recompute="auto"))  # with the device's memory as the limit
@@ -83,8 +83,8 @@ def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
 
 
 def _recompute(cut: Cut) -> RecomputePlan:
-    """What the settings say or, for `auto`, none if that fits, and as little as fits each stage's share of its device's
-    memory; `except_last` if nothing fits."""
+    """The setting or, for `auto`, none if that fits, and as little as fits each stage's share of its device's memory;
+    `except_last` if nothing fits."""
     if cut.config.recompute != "auto":
         return cut.config.recompute
     if len(set(cut.device_of_stage)) < len(cut.balance):
@@ -99,8 +99,8 @@ def _recompute(cut: Cut) -> RecomputePlan:
 
 
 def _check_memory(cut: Cut, recompute: RecomputePlan) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
-    """The memory of each stage, and the peak bytes of each device. Raises TooLargeError if a device exceeds the limits
-    of its stages together."""
+    """The memory of stages, and the peak bytes of devices. Raises TooLargeError if these exceed the limits of the
+    stages."""
     schedule = schedule_for(cut.order, cut.micro_batches, recompute)
     held = cut.memory_model.stages(schedule, cut.bounds, cut.device_of_stage)
     peaks = cut.memory_model.devices(held, schedule, cut.bounds, cut.device_of_stage)

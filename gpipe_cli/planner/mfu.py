@@ -20,8 +20,7 @@ class StepFlops:
     peak_source: str  # the source of the peak, or why it is not known
 
     def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
-        """Achieved FLOP/s at a speed in real samples or, for text, in real tokens, as padding does not count; None if
-        that speed is None."""
+        """Achieved FLOP/s at a speed in samples or, for text, in tokens without padding; None if that speed is None."""
         rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
         return None if rate is None else self.step / planned * rate
 
@@ -42,20 +41,20 @@ def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec) -
 def _peak(config: TrainConfig, spec: PipelineSpec) -> tuple[float | None, str]:
     """The peak FLOP/s of all devices in use and the source of this figure; or None and why it is not known.
 
-    If the settings name a machine other than this, its peak says nothing about what ran here.
+    If the settings name a machine other than this, its peak does not apply to what ran here.
     """
     hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
     local_data_sheet = sheet_of_devices(layout.devices).name  # auto: a GPU without a file
     data_sheet = with_data_sheet(hardware, layout.devices)
     if hardware.name not in ("auto", local_data_sheet) and (local_data_sheet != "auto" or on_cpu):
-        return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
+        return None, f"hardware={hardware.name} is not what it ran on, so its peak does not apply; remove it"
     key, peak = data_sheet.peak(config.precision)
     if peak is not None:
         of_sheet = f"{data_sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
         source = of_sheet if (key, peak) == load_hardware(data_sheet.name).peak(config.precision) else f"hardware.{key}"
     else:
-        return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; hardware.peak_tflops=... says it"
+        return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; give hardware.peak_tflops=..."
     # under torchrun each machine numbers its GPUs from 0
     devices = layout.processes_per_pipeline if layout.distributed and not on_cpu else len(set(layout.devices))
     devices *= layout.replicas

@@ -1,7 +1,6 @@
 """What a model costs, from shapes alone: the basis of cuts, plans and memory limits.
 
-A profile does not depend on K or M, and on the schedule only in whether backwards are split, so one profile serves all
-plans that are compared.
+A profile does not depend on K or M, and on the schedule only by split backwards: all plans compared share one profile.
 """
 
 import math
@@ -21,9 +20,10 @@ from gpipe_cli.config.settings import TrainConfig, settings_affecting
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Skip, find_skips
+from gpipe_cli.pipeline.profile.forward_trace import layer_kinds
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
-from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
+from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import ALIGNED_BYTES, Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, canonical_names, find_ties
@@ -37,7 +37,7 @@ from gpipe_cli.units import plural
 class LayerWeights:
     """What a layer stores, whatever the size of a micro-batch: three counts, then bytes."""
 
-    parameters: int  # number of parameters; those of a tied weight count in the first layer that has it
+    parameters: int  # number of parameters; a tied weight's count in the first layer that has it
     trained: int  # number of these that are trained
     tensors: int  # number of parameter tensors
     weight_bytes: int  # parameters and buffers
@@ -50,7 +50,7 @@ class LayerWeights:
 @dataclass(frozen=True)
 class TiedWeight:
     """A weight that several layers have. A stage with several of them has its values, and its optimizer's state, once;
-    each layer has gradients of its own."""
+    each layer has its own gradients."""
 
     tie: Tie
     layers: tuple[int, ...]  # the numbers of these layers
@@ -68,7 +68,7 @@ class TracedModel:
     shared: tuple[Shared, ...]  # the pairs of layers that must stay in one stage
 
     def boundaries(self, balance: Sequence[int]) -> tuple[tuple[Boundary, ...], tuple[Boundary, ...]]:
-        """What crosses between stages of so many layers, in training and in evaluation."""
+        """What crosses between stages of `balance` layers, in training and in evaluation."""
         last = [end - 1 for end in accumulate(balance[:-1])]
         return tuple(self.costs[at].outputs for at in last), tuple(self.evaluation[at].outputs for at in last)
 
@@ -89,7 +89,7 @@ class ModelProfile(TracedModel):
 
     @property
     def splits(self) -> bool:
-        """Whether the two halves of backwards were traced, too."""
+        """Whether the two halves of backwards were also traced."""
         return any(cost.split_backward is not None for cost in self.costs)
 
 
@@ -102,17 +102,17 @@ class _Traced:
 
 
 def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -> ModelProfile:
-    """Trace the model for sentences of `lengths` (default: the greatest possible), with the two halves of backwards if
-    the schedule may split them. The last few profiles are cached, as the cells of a table mostly share one.
+    """Trace the model for sentences of `lengths` (default: the maximum), with the two halves of backwards if the
+    schedule may split them. The last few profiles are cached, as the cells of a table mostly share one.
 
-    Raises InputError, one line, if the model does not fit the data set, or its layers do not fit each other.
+    Raises InputError if the model does not fit the data set, or its layers do not fit each other.
     """
     lengths = build.max_lengths(config) if lengths is None else lengths
     return _profile(_traced(config), lengths)
 
 
 def number_of_layers(config: TrainConfig) -> int:
-    """The number of the model's layers, which is built but not traced. Raises InputError as `profile_model` does."""
+    """The number of the model's layers, which is built but not traced. Raises InputError if it cannot be built."""
     return len(_model(_traced(config)))
 
 
@@ -182,7 +182,7 @@ def _custom_costs(model: nn.Sequential) -> tuple[float, ...] | None:
 def check_single_samples(
     config: TrainConfig, samples: int, profile: ModelProfile | None = None, *, last: bool = False
 ) -> None:
-    """Refuse micro-batches of one sample for a model whose batch norm would train on one value per channel (1x1 maps).
+    """Check that no micro-batch is a single sample if batch norm would then train on one value per channel (1x1 maps).
 
     Raises InputError if a mini-batch of `samples` would have such a micro-batch; `last`: it is the short last one of an
     epoch. Without `profile` the model is built.
@@ -212,7 +212,7 @@ def check_single_samples(
 
 
 def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, tied_elsewhere: Container[str]) -> LayerWeights:
-    """The weights of layer `name`; `tied_elsewhere`: names of parameters that an earlier layer has, too."""
+    """The weights of layer `name`; `tied_elsewhere`: names of parameters that an earlier layer also has."""
     parameters, buffers = list(layer.parameters()), list(layer.buffers())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     first = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" not in tied_elsewhere]
@@ -258,5 +258,5 @@ def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, .
         target = getattr(config.model, "target", config.model.name)
         raise InputError(
             f"model.target={target}: returns {shape} for {samples} samples, and dataset={config.dataset.name} has "
-            f"{classes} {what}: {wanted} is needed; mend the model's last layer"
+            f"{classes} {what}: {wanted} is needed; fix the model's last layer"
         )

@@ -1,7 +1,6 @@
 """The stages of a planned model and where they run: all that a worker needs to know about its pipeline.
 
-The parent process makes the spec from shapes alone and passes it to every worker, so that all of them agree and none
-traces the model again.
+The parent process makes the spec from shapes alone and passes it to every worker: none traces the model again.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ class PipelineCut:
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     order: Schedule  # the actions of a training step with all M micro-batches
-    recompute: RecomputePlan  # micro-batches to recompute, unless `order` has recomputations of its own
+    recompute: RecomputePlan  # micro-batches to recompute, unless `order` already has recomputations
     layout: Layout
     memory_format: str = "contiguous"
     precision: str = "float32"
@@ -75,7 +74,7 @@ class PipelineSpec(PipelineCut):
     frozen: Frozen
     cost: tuple[float, ...]  # predicted seconds of a micro-batch's forward and backward
     inputs: Boundary  # tensors given to the first stage
-    lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
+    lengths: tuple[int, ...]  # the maximum lengths that sentences are padded to
     parameter_tensors: tuple[int, ...]
     effective_precision: str  # the type in which the devices here compute products and convolutions at that precision
     deterministic: bool
@@ -88,7 +87,7 @@ class PipelineSpec(PipelineCut):
         return inputs_of(self.training_boundaries, stage) if stage else self.inputs
 
     def stage_outputs(self, stage: int) -> Boundary:
-        """What a stage hands to others in training."""
+        """What a stage sends to others in training."""
         return outputs_of(self.training_boundaries, stage)
 
     @property
@@ -129,9 +128,7 @@ def spec_from_plan(plan: Plan) -> PipelineSpec:
         lengths=profile.lengths,
         training_boundaries=in_training,
         evaluation_boundaries=in_evaluation,
-        parameter_tensors=tuple(
-            sum(weights.tensors for weights in profile.weights[first:end]) for first, end in bounds
-        ),
+        parameter_tensors=tuple(sum(layer.tensors for layer in profile.weights[first:end]) for first, end in bounds),
         order=plan.order,
         recompute=plan.recompute,
         layout=layout,

@@ -38,13 +38,13 @@ _GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid is unreadable
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer; operations, bytes and seconds are those of the largest micro-batch."""
+    """A layer; operations, bytes and seconds are for the largest micro-batch."""
 
     name: str
     stage: int
     parameters: int
     forward_flops: int
-    saved_bytes: int  # bytes that autograd keeps for the layer's backward
+    saved_bytes: int  # bytes that autograd saves for the layer's backward
     boundary_bytes: int  # bytes that would be sent if a stage ended with the layer
     forward_seconds: float
     backward_seconds: float
@@ -52,7 +52,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage; operations, sent bytes and seconds are those of the largest micro-batch."""
+    """A stage; operations, sent bytes and seconds are for the largest micro-batch."""
 
     process: int
     layers: tuple[str, ...]
@@ -140,11 +140,11 @@ class Plan(Cut):
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
-        """The most bytes of activations that autograd saves at once on each stage."""
+        """The peak bytes of activations that autograd saves on each stage."""
         return self.memory_model.saved(self.schedule, self.bounds)
 
     def saved_bytes_of(self, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of a mini-batch of `samples` padded to these lengths."""
+        """The same for a mini-batch of `samples` padded to these lengths."""
         profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
         sizes = shard_of(samples, self.config.micro_batches, self.config.replicas).sizes
         schedule = schedule_for(self.order, len(sizes), self.recompute)
@@ -366,7 +366,7 @@ class Plan(Cut):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value that was tried; `plan` is None if it does not fit or is impossible, and `reason` says why."""
+    """One value that was tried; `plan` is None if it does not fit or is impossible, for this `reason`."""
 
     value: str  # `8`, `except_last`
     config: TrainConfig

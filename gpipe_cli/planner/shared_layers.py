@@ -1,7 +1,7 @@
 """Finds layers that share something and must stay in the same stage, as a stage owns its layers (paper section 2.1).
 
 Every process allocates its own layers. If two layers in different processes shared a buffer or a module, each process
-would change a copy of its own, without an error. Parameters alone may be shared by any stages
+would change its own copy, without an error. Parameters alone may be shared by any stages
 (`pipeline/runtime/tied_weights.py`).
 
 Layers share what torch registers as part of both, whether or not a forward uses it: a module may count its calls. They
@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 
 @dataclass(frozen=True)
 class Shared:
-    """Layer number `second` shares something with the earlier layer number `first`; `text` says what."""
+    """Layer number `second` shares something with the earlier layer number `first`, described in `text`."""
 
     first: int
     second: int
@@ -33,8 +33,8 @@ def find_shared(model: nn.Sequential, setting: str = "model.target") -> tuple[Sh
 
     A module at several places of the model stands for layers that share nothing (`build_model`).
 
-    Raises InputError for a parameter in whose memory another tensor begins, as a move to a GPU or another memory format
-    separates the two.
+    Raises InputError for a parameter in whose memory another tensor begins: a GPU or another memory format separates
+    them.
     """
     _check_separate_memory(model, setting)
     owners: dict[int, tuple[int, str]] = {}
@@ -69,7 +69,7 @@ def _check_separate_memory(model: nn.Sequential, setting: str) -> None:
         if first != name:
             raise InputError(
                 f"{setting}: {first} and {name} are two tensors in the same memory, which a stage would move apart; "
-                "let them be one tensor, or let a layer read that of the other whenever it is run"
+                "let them be one tensor, or let a layer read the other layer's tensor whenever it is run"
             )
 
 
@@ -95,8 +95,7 @@ def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
 def ends_with_shared_layers_together(
     shared: Sequence[Shared], layers: int, partitions: int, furthest: Sequence[Sequence[int]] | None
 ) -> Sequence[Sequence[int]] | None:
-    """`furthest` of :func:`partition` (None: no limit), restricted so that no partition begins between two layers that
-    share something."""
+    """`furthest` of :func:`partition` (None: no limit), so that no partition begins between layers that share."""
     if not shared:
         return furthest
     begins = {0, *_places_of_cuts(shared, layers)}

@@ -1,5 +1,4 @@
-"""All data for simulating a step with any K, M and schedule, as a JSON value: the page beside a plan or a run simulates
-other settings by itself.
+"""All data for simulating a step with any K, M and schedule, as a JSON value: pages simulate other settings with it.
 
 `cost_model.py`, `partitioner.py` and `stage_memory.py` define these seconds, cuts and bytes. A number of bytes that
 depends on n, the samples of a micro-batch, is a pair: [base, each] for base + each n.
@@ -120,7 +119,7 @@ def _max_stages(plan: Plan) -> int:
 
 
 def _placement(plan: Plan) -> str:
-    """The name of the plan's placement; where several give the same, that of its settings."""
+    """The name of the plan's placement; where several give the same, the name in its settings."""
     named = placement_of(plan.config)
     device_of_stage = plan.device_of_stage
     if named in PLACEMENTS and place(named, len(device_of_stage), len(set(device_of_stage))) == device_of_stage:
@@ -130,8 +129,8 @@ def _placement(plan: Plan) -> str:
 
 
 def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[str, Any]:
-    """The plan's cut, and for each K that the page offers the fastest without and with recomputation. The page
-    says whether they fit the memory. `memory` as in `_held`."""
+    """The plan's cut, and for each K that the page offers the fastest without and with recomputation. The page shows
+    whether they fit the memory. `memory` as in `_held`."""
     profile, layers = plan.profile, len(plan.profile.costs)
     offered = range(1, _MAX_STAGES + 1) if layers <= _MAX_LAYERS else [1 << n for n in range(5)]
 
@@ -151,7 +150,7 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
         cut_of = partial(partition, work_of(costs, with_recompute=with_recompute), partitions, **sends_of(costs))
         try:
             return cut_of(furthest=ends_with_shared_layers_together(profile.shared, layers, partitions, None))
-        except NoCutFitsError:  # it separates layers that share something, which the page says
+        except NoCutFitsError:  # it separates layers that share something, which the page reports
             return cut_of()
 
     return {
@@ -165,9 +164,9 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
 
 
 def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict[str, list[int]]]:
-    """Of each span of layers, the bytes of a micro-batch in each way to hold it: fixed ones, and those of a sample.
-    `memory` is that of micro-batches of one sample and of two. Where backwards were not traced in halves, as much is
-    held between them as before."""
+    """Of each span of layers, the bytes of a micro-batch in each way to save it: fixed bytes, and bytes of a sample.
+    `memory` is for micro-batches of one sample and of two. Where backwards were not traced in halves, what is saved
+    does not change between them."""
     single, double = (model.kept(spans) for model in memory)
     held = [
         {way: _linear(*values) for way, *values in zip(SavedAmounts._fields, *sizes, strict=True)}
@@ -177,7 +176,7 @@ def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict
 
 
 def _linear(single: int, double: int) -> list[int]:
-    """The bytes of a micro-batch without those of its samples, and of a sample, from the bytes for one and for two."""
+    """The fixed bytes of a micro-batch and the bytes of a sample, from the bytes for one sample and for two."""
     return [2 * single - double, double - single]
 
 

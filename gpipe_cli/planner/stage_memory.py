@@ -1,8 +1,7 @@
 """The peak memory of each stage, predicted before anything is allocated (paper section 2.3, Table 1).
 
-Weights, gradients and the optimizer's state are held all the time. Activations come and go with the schedule: a stage
-holds the graph of a micro-batch from its forward, or its recomputation, to its backward, and before its recomputation
-only the input.
+Weights, gradients and the optimizer's state are stored all the time. Activations come and go with the schedule: a stage
+saves the graph of a micro-batch from its forward or recomputation to its backward, before a recomputation the input.
 
 Where stages are replayed as CUDA graphs, memory is allocated once, for the largest micro-batch. Each micro-batch in
 flight has a pool for its graph and for what its backward needs in addition, until the gradients of weights are
@@ -47,11 +46,11 @@ class StageMemory:
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
-    # the most held at once, those of a recomputed micro-batch included; of a stage that is replayed, its pools
+    # the peak, a recomputed micro-batch's included; of a stage that is replayed, its pools
     activations_bytes: int
     workspace_bytes: int  # the most that a layer's backward needs in addition
-    # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up, what a stage
-    # that is replayed receives and sends and, on a CPU, for the checkpoint that is being written
+    # for sums over replicas, gradients of tied weights in other stages, skips that wait to be popped, what a stage that
+    # is replayed receives and sends and, on a CPU, for the checkpoint that is being written
     buffers_bytes: int = 0
 
     @property
@@ -60,9 +59,9 @@ class StageMemory:
 
 
 def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
-    """The bytes of a layer's gradients beside `.grad` while they are summed over replicas: what is sent takes the place
-    of the gradients, unless graphs add to them, and what is received is added. On this machine's CPUs, also those of
-    the copies that are written as a checkpoint while training goes on; a GPU's state is copied to memory of its host.
+    """The bytes of a layer's gradients in addition to `.grad` while they are summed over replicas: what is sent
+    replaces the gradients, unless CUDA graphs add to them, and what is received is added. On this machine's CPUs, also
+    the copies that are written as a checkpoint while training continues; a GPU's state is copied to its host's memory.
     """
     freed_bytes = 0 if replays_graphs(config) else weights.gradient_bytes
     sums = 2 * weights.summed_bytes - freed_bytes if config.replicas > 1 else 0
@@ -72,7 +71,7 @@ def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
 
 @dataclass(frozen=True)
 class _TiedBytes:
-    """By how many bytes a stage with tied weights differs from the sum of its layers; arrays for n stages at once."""
+    """By how many bytes a stage with tied weights differs from the sum of its layers; arrays for n stages."""
 
     weights: Int64Array
     optimizer: Int64Array
@@ -103,14 +102,12 @@ class MemoryModel:
         self._of_size = {n: ActivationMemory(profile.costs, profile.inputs, n, profile.lengths) for n in set(sizes)}
         self.replays = replays_graphs(config)
         layers, largest = np.arange(len(profile.costs)), self._of_size[sizes[0]]
-        # the backward of a layer allocates gradients of all that the layer has kept
+        # the backward of a layer allocates gradients of all that the layer has saved
         self.workspace = largest.of_stages(layers, layers + 1)[0]
         self.graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
-        # the most held during each layer's backward, when the layers after it have freed what they kept
+        # the most held during each layer's backward, when the layers after it have freed what they saved
         self._in_backward = _Maxima(self.graphs + self.workspace)
-        boundaries = [
-            self._boundary(tensors) for tensors in (profile.inputs, *(cost.outputs for cost in profile.costs))
-        ]
+        boundaries = [self._boundary(t) for t in (profile.inputs, *(cost.outputs for cost in profile.costs))]
         self._boundaries = np.array(boundaries).T
         self.buffers = [buffers_bytes(config, of_layer) for of_layer in profile.weights]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
@@ -159,7 +156,7 @@ class MemoryModel:
         )
 
     def _skips(self, bounds: Bounds) -> SkipBytes:
-        """The bytes of skips between stages that are no neighbours."""
+        """The bytes of skips between stages that are not neighbours."""
         profile = self._profile
         crossing = [profile.costs[end - 1].outputs for _, end in bounds[:-1]]
         return {
@@ -175,28 +172,27 @@ class MemoryModel:
         }
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
-        """The most bytes of activations that autograd saves at once on each stage."""
+        """The peak bytes of activations that autograd saves on each stage."""
         of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
         return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
     def _held(self, bounds: Bounds) -> list[list[SavedAmounts]]:
-        """For each stage, the bytes of each micro-batch in each way to hold it."""
+        """For each stage, the bytes of each micro-batch in each way to save it."""
         if self.replays:
             return [[held] * len(self._sizes) for held in self.largest(bounds)]
         of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
         return [[held[n] for n in self._sizes] for held in of_stages]
 
     def largest(self, bounds: Bounds) -> list[SavedAmounts]:
-        """For each stage, the bytes of the largest micro-batch in each way to hold it."""
+        """For each stage, the bytes of the largest micro-batch in each way to save it."""
         return [SavedAmounts(*self._largest(*span).tolist()) for span in bounds]
 
     def kept(self, bounds: Bounds) -> list[SavedAmounts]:
-        """For each stage, the bytes that autograd keeps of the largest micro-batch in each way to hold it."""
+        """For each stage, the bytes that autograd saves of the largest micro-batch in each way to save it."""
         return [self._of_size[self._sizes[0]].held(*span) for span in bounds]
 
     def _largest(self, first: Layers, end: Layers) -> Int64Array:
-        """The bytes of the largest micro-batch in each of the ways of `SavedAmounts`, (4,); (4, n) for n stages at
-        once."""
+        """The bytes of the largest micro-batch in each of the ways of `SavedAmounts`, (4,); (4, n) for n stages."""
         held = self._of_size[self._sizes[0]].of_stages(first, end)
         if not self.replays:
             return held
@@ -251,7 +247,7 @@ class MemoryModel:
         as large as the largest; None without a limit."""
         if limit_bytes is None:
             return None
-        # recompute=auto never keeps more than this mode needs
+        # recompute=auto never saves more than this mode needs
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
         schedule = schedule_for(order, len(self._sizes), mode)
         workspace = _Maxima(self.workspace)

@@ -12,7 +12,7 @@ from gpipe_cli.schedule.schedule_file import read_schedule
 
 
 def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
-    """N, the samples of a mini-batch; with `batch_tokens`, the number of sentences of the greatest length."""
+    """N, the samples of a mini-batch; with `batch_tokens`, the number of sentences of the maximum length."""
     if config.batch_size is not None:
         return config.batch_size
     assert config.batch_tokens is not None
@@ -28,8 +28,7 @@ def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
 
 
 def schedule_of_file(settings: PipelineSettings) -> Schedule:
-    """The schedule in the file that `schedule` names. Raises InvalidSettingError if it does not fit the other
-    settings."""
+    """The schedule in the file that `schedule` names. Raises InvalidSettingError if it does not fit the settings."""
     try:
         schedule = read_schedule(settings.schedule, settings.partitions, settings.micro_batches)
     except ScheduleError as error:

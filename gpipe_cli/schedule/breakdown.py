@@ -1,7 +1,7 @@
 """Where the time of a step goes, in shares, as the paper's authors charted it for AmoebaNet-D on 8 accelerators.
 
 Section 3.1 of the NeurIPS version: computation 65.6 %, recomputation 22.5 %, bubble 4.1 %, load imbalance 3.2 %, set-up
-2.9 %, weight update 1.7 %. Transfers, which that chart leaves out as negligible, are a share of their own here.
+2.9 %, weight update 1.7 %. Transfers, which that chart leaves out as negligible, are a separate share here.
 
 Idle time has two causes. With c_k for a forward and a backward of one micro-batch on stage k, a step of ``gpipe``
 without recomputation, with free transfers and the same slowest stage both ways, takes
@@ -14,8 +14,8 @@ so that K stages, which work M sum c together, are idle for
 
 The first term is the bubble, which remains if all stages are equal: (K-1)/(M+K-1) of K P in that case. The second is
 the load imbalance. For other schedules and for measured times, c_k is the time that stage k computes divided by M, and
-idle time beyond the second term is the bubble. Stages that take turns on a device count as a single stage: while any
-of them computes the others are not idle.
+idle time beyond the second term is the bubble. Stages that share a device count as a single stage: while any of them
+computes the others are not idle.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class Breakdown:
 
     compute: float  # forward and backward
     recompute: float
-    bubble: float  # idle, as K equal stages would be too
+    bubble: float  # idle, as K equal stages would also be
     imbalance: float  # idle because stages differ in cost
     transfer: float  # exposed transfers, sums of gradients over replicas included
     update: float  # update of the weights
-    set_up: float  # the rest of the step, before, after and beside the update
+    set_up: float  # the rest of the step
 
     @property
     def idle(self) -> float:
@@ -44,8 +44,8 @@ class Breakdown:
 
 @dataclass(slots=True)
 class _DeviceTime:
-    """Seconds of a device in a step. The window is from the beginning of the first action of all devices to the end
-    of the last; updates and sums over replicas may lie outside."""
+    """Seconds of a device in a step. The window is from the beginning of the first action of all devices to the end of
+    the last; updates and sums over replicas may be outside."""
 
     work: float = 0.0  # seconds of all actions
     recompute: float = 0.0  # the part of `work` that recomputations take
@@ -58,8 +58,7 @@ class _DeviceTime:
 def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
     """The breakdown of a measured or simulated step of M `micro_batches`.
 
-    `step_seconds`: duration of the whole step; by default, from the start of the first action to the end of the last
-    action or event.
+    `step_seconds`: duration of the whole step; default: from the first action's start to the end of the last event.
     """
     assert timeline.stages
     assert micro_batches > 0

@@ -1,8 +1,7 @@
 """What follows from the dependencies of actions: an order in which a process can perform a schedule, whether the
 schedule can run at all, and its picture on a unit clock.
 
-The clock is that of Figure 2(c) of the paper: every action takes one tick. Comments, tests, errors and plans draw the
-same grid.
+As in Figure 2(c) of the paper, every action takes one tick. Comments, tests, errors and plans draw the same grid.
 """
 
 from collections import defaultdict, deque
@@ -14,7 +13,7 @@ from gpipe_cli.schedule.schedule import SENDS_GRADIENT, Action, Kind, Retain, Sc
 
 
 class ScheduleError(InputError):
-    """An invalid schedule: `what` is wrong and how to mend it, and the grid (`drawn`) if it shows where."""
+    """An invalid schedule: `what` is wrong and how to fix it, and the grid (`drawn`) if it shows where."""
 
     def __init__(self, what: str, drawn: str = "") -> None:
         super().__init__(what, drawn)
@@ -29,7 +28,7 @@ def topological_order(schedule: Schedule, device_of_stage: Sequence[int] = ()) -
 
     With a device for each stage: `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ... Actions of the same tick do not depend on each
     other, so a process that launches work on several devices in this order keeps all of them busy. Stages with the same
-    number in `device_of_stage` (their process or device) take turns, one action per tick. The ready action closest to a
+    number in `device_of_stage` (their process or device) share it, an action per tick. The ready action closest to a
     send to another device goes first, so that neighbours get work as early as from a single large stage. The order
     restricted to any of the stages is also safe against deadlock. Raises ScheduleError on a deadlock.
     """
@@ -48,7 +47,7 @@ def _clock(
     schedule: Schedule, device_of_stage: Sequence[int] = ()
 ) -> tuple[list[list[tuple[Action, int]]], dict[Action, Action | None]]:
     """The actions that run in each tick, with their rows; and for each row that is stuck, its next action and the
-    action that this waits for. Without `device_of_stage` every row has a device of its own."""
+    action that this waits for. Without `device_of_stage` every row has its own device."""
     remaining = [deque(row) for row in schedule]
     ready: dict[int, list[tuple[int, int, Action, int]]] = defaultdict(list)  # device -> heap of its ready actions
     waiting: dict[Action, list[int]] = defaultdict(list)  # the action waited for -> the rows that wait
@@ -83,15 +82,13 @@ def _priority(action: Action) -> tuple[int, int]:
 
 def order_with_saved_state(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
     """`topological_order`, with what the stage of each action retains of the micro-batch after it."""
-    retained = [with_saved_state(actions) for actions in schedule.stages]
-    return [
-        next(retained[action.stage]) for action in topological_order(schedule, device_of_stage)
-    ]  # stages keep their order
+    retained = [with_saved_state(actions) for actions in schedule.stages]  # stages keep their order
+    return [next(retained[action.stage]) for action in topological_order(schedule, device_of_stage)]
 
 
 def in_device_order(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
-    """All actions, those of each device in its order, each with what its stage retains afterwards. Raises as
-    `topological_order` does, unless every row has a device of its own."""
+    """All actions, in the order of each device, each with what its stage retains afterwards. Raises ScheduleError on a
+    deadlock, unless every row has its own device."""
     pairs = {*zip(schedule.row_of_stage, device_of_stage, strict=True)}
     if len(pairs) == len(set(device_of_stage)) == len(schedule):
         retained = [with_saved_state(actions) for actions in schedule.stages]
@@ -165,9 +162,9 @@ def grid(
     """The schedule as text, with a line per row and a column per tick of a clock on which every action takes one tick.
     A row is a stage, or a device with several stages, whose actions are then written in full (`2F0`).
 
-    Stages with the same number in ``device_of_stage`` take turns, as in `linearize`; a schedule that deadlocks is drawn
-    all the same. ``!`` follows an action in ``mark``, and ``>`` replaces ``|`` in its row, even if the action is
-    missing there. A grid wider than ``width`` characters continues in further blocks of rows.
+    Stages with the same number in ``device_of_stage`` share a device, as in `topological_order`; a schedule that
+    deadlocks is also drawn. ``!`` follows an action in ``mark``, and ``>`` replaces ``|`` in its row, even if the
+    action is missing there. A grid wider than ``width`` characters continues in further blocks of rows.
     """
     ticks = clock(schedule, device_of_stage)
     marked = set(mark)

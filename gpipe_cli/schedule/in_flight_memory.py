@@ -1,7 +1,6 @@
 """The memory that a stage holds for micro-batches in flight, by action (paper section 2.3: O(N + L/K * N/M)).
 
-The table `MEMORY_EFFECTS` says how each action changes what its stage holds. This does not depend on times, as each
-stage performs its actions in a fixed order.
+`MEMORY_EFFECTS` has the effect of each action. Times do not matter, as a stage's actions have a fixed order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,18 +12,17 @@ from gpipe_cli.schedule.schedule import SENDS_GRADIENT, Action, Kind, Retain, Sc
 
 
 class SavedAmounts(NamedTuple):
-    """Number of micro-batches that a stage holds in each of four ways, or the bytes of a micro-batch in each."""
+    """Number of micro-batches that a stage saves in each of four ways, or the bytes of a micro-batch in each."""
 
-    graph: int = 0  # micro-batches with every activation of the stage kept, its input included
-    input: int = 0  # micro-batches with only the stage's input kept
-    gradients: int = 0  # during an I, beside the graph: the gradients of outputs that its W needs
+    graph: int = 0  # with every activation of the stage saved, its input included
+    input: int = 0  # with only the stage's input saved
+    gradients: int = 0  # during an I, in addition to the graph: the gradients of outputs that its W needs
     weights: int = 0  # between I and W: what the W needs, those gradients included
 
 
 _SAME = SavedAmounts()
-MEMORY_EFFECTS: Mapping[
-    tuple[Kind, Retain], tuple[SavedAmounts, SavedAmounts]
-] = {  # how the counts change when an action begins and ends
+# how the counts change when an action begins and ends
+MEMORY_EFFECTS: Mapping[tuple[Kind, Retain], tuple[SavedAmounts, SavedAmounts]] = {
     (Kind.F, Retain.NOTHING): (_SAME, _SAME),
     (Kind.F, Retain.INPUT): (SavedAmounts(input=1), _SAME),
     (Kind.F, Retain.ACTIVATIONS): (SavedAmounts(graph=1), _SAME),
@@ -42,7 +40,7 @@ def changed_bytes(size: SavedAmounts) -> MemoryChanges:
 
 
 def in_flight_counts(actions: Sequence[Action]) -> Iterator[SavedAmounts]:
-    """How many micro-batches a stage holds in each way while each of its actions runs."""
+    """How many micro-batches a stage saves in each way while each of its actions runs."""
     counts = _SAME
     for action, retain in with_saved_state(actions):
         begin, end = MEMORY_EFFECTS[action.kind, retain]
@@ -54,21 +52,18 @@ def in_flight_counts(actions: Sequence[Action]) -> Iterator[SavedAmounts]:
 
 
 def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[SavedAmounts]]) -> tuple[int, ...]:
-    """For each stage, the most bytes held for micro-batches in flight. ``sizes[stage][micro_batch]`` are the bytes of
-    each way to hold the micro-batch."""
+    """For each stage, the peak bytes saved for micro-batches in flight. ``sizes[stage][micro_batch]`` are the bytes of
+    each way to save the micro-batch."""
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
-    saved_bytes = (
-        bytes_per_action(actions, stage_sizes) for actions, stage_sizes in zip(schedule.stages, sizes, strict=True)
-    )
-    return tuple(max(stage_bytes, default=0) for stage_bytes in saved_bytes)
+    return tuple(max(stage_bytes, default=0) for stage_bytes in map(bytes_per_action, schedule.stages, sizes))
 
 
 def peaks_of_devices(
     schedule: Schedule, sizes: Sequence[Sequence[SavedAmounts]], device_of_stage: Sequence[int]
 ) -> tuple[int, ...]:
-    """For each device, the most bytes that its stages hold together for micro-batches in flight, in the order of its
-    actions; ``sizes`` as in `peak_bytes`. It is at most the sum of the stages' own peaks, which need not come at
-    the same time. Raises ScheduleError on a deadlock."""
+    """For each device, the peak bytes that its stages together save for micro-batches in flight, in the order of its
+    actions; ``sizes`` as in `peak_bytes`. It is at most the sum of the stages' peaks, which need not coincide. Raises
+    ScheduleError on a deadlock."""
     changes = [{size: changed_bytes(size) for size in set(stage_sizes)} for stage_sizes in sizes]
     saved_bytes = [0] * (1 + max(device_of_stage))
     peaks = saved_bytes.copy()
@@ -85,8 +80,8 @@ SkipBytes = Mapping[tuple[int, int], Sequence[tuple[int, int]]]
 
 
 def peak_skip_bytes(schedule: Schedule, skips: SkipBytes, device_of_stage: Sequence[int] = ()) -> tuple[int, ...]:
-    """For each stage, the most bytes of skips that wait there to be taken up, and of gradients that wait for the
-    backward, in the order of `topological_order`: a skip comes before what the stages between make of it."""
+    """For each stage, the peak bytes of skips that wait there to be popped, and of gradients that wait for the
+    backward, in the order of `topological_order`: a skip arrives before the outputs of the stages between."""
     skip_bytes = [0] * len(schedule.stages)
     peaks = skip_bytes.copy()
     for kind, stage, m in topological_order(schedule, device_of_stage) if skips else ():
@@ -103,8 +98,8 @@ def peak_skip_bytes(schedule: Schedule, skips: SkipBytes, device_of_stage: Seque
 
 
 def bytes_per_action(stage_actions: Sequence[Action], sizes: Sequence[SavedAmounts]) -> Iterator[int]:
-    """The bytes that a stage holds for micro-batches in flight while each of its actions runs. ``sizes[micro_batch]``
-    are the bytes of each way to hold the micro-batch."""
+    """The bytes that a stage saves for micro-batches in flight while each of its actions runs. ``sizes[micro_batch]``
+    are the bytes of each way to save the micro-batch."""
     changes = {size: changed_bytes(size) for size in set(sizes)}
     saved_bytes = 0
     for action, retain in with_saved_state(stage_actions):

@@ -13,7 +13,7 @@ from gpipe_cli.errors import InputError
 
 def cut_by_share(costs: Sequence[float], partitions: int) -> tuple[int, ...]:
     """The number of layers of each partition: layer i goes to partition min(floor(K * share), K - 1), where share is
-    the cost of layers 0 to i, relative to that of all layers.
+    the cost of layers 0 to i, relative to the cost of all layers.
 
     Raises InputError if a partition gets no layer, because a layer costs more than a partition's share.
     """
@@ -22,9 +22,9 @@ def cut_by_share(costs: Sequence[float], partitions: int) -> tuple[int, ...]:
 
 
 def cut_stack(blocks: Sequence[bool], partitions: int) -> tuple[int, ...]:
-    """The number of layers of each partition, where `blocks` says which layers belong to a Transformer stack: each
-    partition gets L / K of the L blocks, rounded up, and the last partition the rest. Layers before the first block
-    are in the first partition, layers after a block in the partition of that block.
+    """The number of layers of each partition, where `blocks` are the layers that belong to a Transformer stack: each
+    partition gets L / K of the L blocks, rounded up, and the last partition the rest. Layers before the first block are
+    in the first partition, layers after a block in the partition of that block.
 
     Raises InputError if rounding up leaves no block for the last partitions.
     """

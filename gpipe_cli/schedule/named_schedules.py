@@ -40,8 +40,7 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
     cost (with ``always`` or ``never``), with less memory.
 
     ``interleaved``: 1f1b with several stages on each of the P ``devices``, stage k on device k mod P (Megatron-LM,
-    Narayanan et al. 2021, section 2.2): the pipeline fills and drains faster, at the price of more transfers and more
-    micro-batches in flight.
+    Narayanan et al. 2021, section 2.2): fills and drains faster, with more transfers and micro-batches in flight.
 
     ``zero_bubble``: ZB-H1 (Qi et al. 2023, section 2.2): 1f1b with the gradients of weights delayed to fill the
     bubble; at most K micro-batches in flight on every stage, as on the first stage of 1f1b.
@@ -83,7 +82,7 @@ def _1f1b(partitions: int, micro_batches: int, devices: int) -> Rows:
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then forwards and backwards in turns, then the remaining backwards."""
+    """`warm_up` forwards, then forwards and backwards alternately, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     return [*forwards[:warm_up], *chain(*pairs), *backwards[len(forwards) - warm_up :]]
@@ -100,7 +99,7 @@ def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
         stages = range(device, partitions, devices)
         forwards = [Action(Kind.F, k, m) for group in groups for k in stages for m in group]
         backwards = [Action(Kind.B, k, m) for group in groups for k in reversed(stages) for m in group]
-        # ticks until the first gradient can have come back: none on a single device, two for each of P devices
+        # ticks until the first gradient can have returned: none on a single device, two for each of P devices
         first_warm_up = 2 * (devices - 1 - device) if stages_per_device > 1 else devices - 1 - device
         yield _alternate(forwards, backwards, first_warm_up + (stages_per_device - 1) * len(groups[0]))
 
@@ -125,8 +124,8 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
 
 
 def _v_schedule(name: str) -> PlaceActions:
-    """The function `name` of v_schedules.py, which is imported when it is first called: numpy comes with it."""
-    return lambda *sizes: getattr(import_module("gpipe_cli.schedule.v_schedules"), name)(*sizes)
+    """A schedule of v_schedules.py, which is imported when it is first called: numpy comes with it."""
+    return lambda k, m, _: import_module("gpipe_cli.schedule.v_schedules").v_schedule(name, k, m)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Where to cut the layers into partitions (section 2.2 of the paper), from an estimated cost of each layer.
 
-The slowest stage sets the pace of a pipeline, so the best cut is that whose most expensive partition is cheapest and,
-among such cuts, that of least variance. The cost of a partition is that of its layers and of its sends: activations
-to the next partition, gradients to the previous partition. Partitions may have to fit into a memory limit.
+The slowest stage sets the pace of a pipeline, so the best cut has the least cost of its most expensive partition and,
+among such cuts, the least variance. The cost of a partition is the cost of its layers and of its sends: activations to
+the next partition, gradients to the previous. Partitions may have to fit into a memory limit.
 
-Departs from the paper: the paper minimises the variance of the partitions' costs by a heuristic and says that better
+Departs from the paper: the paper minimises the variance of the partitions' costs by a heuristic and notes that better
 partitioners could be used. Here the maximum comes first, the variance second, and the result is optimal for integer
 costs. Costs are scaled to integers; where that takes more than 31 bits they are rounded, by at most 2^-31 of their sum.
 
@@ -121,7 +121,7 @@ def _best_cut(
 
     ``cost(i, j)`` is the cost of a partition of layers i to j - 1, _NEVER if it is not allowed, for rows i and columns
     j; partitions that begin before ``earliest[j]`` are left out. ``least[j]`` is the least total of the first j layers
-    in k partitions, computed from that for k - 1; ``begins[k][j]`` is where partition k then begins, as early as
+    in k partitions, computed from the total for k - 1; ``begins[k][j]`` is where partition k then begins, as early as
     possible. No partition is empty.
     """
     layers = len(earliest) - 1
@@ -185,9 +185,7 @@ def check_balance(balance: Sequence[int], layers: int, partitions: int, setting:
     """Raises InputError if a balance given by hand (layers of each partition), as `setting`, does not fit the model."""
     check_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
-    remedy = (
-        f"give {partitions} positive numbers that add up to {layers}, such as {_format_balance(even)}, or leave it out"
-    )
+    remedy = f"give {partitions} positive numbers with the sum {layers}, such as {_format_balance(even)}, or remove it"
     given = f"{setting}={_format_balance(balance)}"
     if len(balance) != partitions:
         raise InputError(f"{given}: has {len(balance)} entries, but partitions={partitions}; {remedy}")

@@ -2,7 +2,7 @@
 
 ``neighbours`` gives each device consecutive stages, as the paper does (section 2.2). With ``looped`` micro-batches pass
 through all devices several times (Megatron-LM, Narayanan et al. 2021, section 2.2). With ``v`` they go to the last
-device and return, so that the first device has the last stage, too (Qi et al. 2024, "Pipeline Parallelism with
+device and return, so that the first device also has the last stage (Qi et al. 2024, "Pipeline Parallelism with
 Controllable Memory"). Eight stages on four devices:
 
     neighbours   0 1 | 2 3 | 4 5 | 6 7
@@ -20,8 +20,7 @@ PLACEMENTS: tuple[PlacementName, ...] = get_args(PlacementName)
 def place(name: PlacementName, stages: int, devices: int) -> tuple[int, ...]:
     """The device of each stage. No device is without a stage if there are at least as many stages as devices.
 
-    `v` turns round after every `devices` stages. With fewer than twice as many stages as devices, the last devices have
-    a single stage.
+    `v` turns round after every `devices` stages. With fewer than 2 `devices` stages, the last have a single stage.
     """
     match name:
         case "neighbours":

@@ -6,11 +6,11 @@ allocator frees memory. If the transfers in flight then depend on an action that
 launched yet, there is a deadlock.
 
 So all processes follow the same order of all actions, in which each action comes after those that it needs
-(`topological_order`): a process posts the receive of a tensor after all of its own actions that precede the action
-which computes the tensor. Then everything waits for something earlier in that order, so there is no cycle. This costs
-nothing, as a process launches its actions long before the GPU gets to them.
+(`topological_order`): a process posts the receive of a tensor after all of its actions that precede the action which
+computes the tensor. Then everything waits for something earlier in that order, without a cycle. This costs nothing, as
+a process launches its actions long before the GPU reaches them.
 
-On a CPU a launched action runs at once and a posted receive costs nothing: it is posted as soon as its buffer is free.
+On a CPU a launched action runs immediately and a receive costs nothing: it is posted as soon as its buffer is free.
 """
 
 from collections import Counter, defaultdict, deque
@@ -35,7 +35,7 @@ class PrefetchedReceive:
     freed: int  # the buffer is free when this many of the process's actions have ended; 0: not used before in this step
 
 
-@lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
+@lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has its own schedule
 def prefetched_receives(
     schedule: Schedule,
     rank_of_stage: tuple[int, ...],
@@ -48,9 +48,8 @@ def prefetched_receives(
     `post_eagerly`, as soon as buffers are free. `rank_of_stage` has the process of each stage; `pairs` are those stages
     of which the first sends outputs to the second: all neighbours, and the two ends of a skip.
 
-    A buffer is free again when its stage retains nothing of its micro-batch, nor do the stages that get something from
-    it in this process: a layer may pass its input on in the same memory. Raises ScheduleError if the schedule
-    deadlocks.
+    A buffer is free again when its stage, and the stages of this process that get something from it, retain nothing of
+    its micro-batch: a layer may pass its input on in the same memory. Raises ScheduleError if the schedule deadlocks.
     """
     receivers = _receivers(schedule, rank_of_stage, rank, pairs)
     # edge -> its free buffers, each with the number of launches after which it became free
@@ -106,7 +105,7 @@ def _receivers(
 def _readers_of(
     receiver: Action, rank_of_stage: Sequence[int], pairs: Sequence[tuple[int, int]]
 ) -> set[tuple[int, int]]:
-    """(stage, micro-batch) for the receiving stage and for those of its process that get something from it."""
+    """(stage, micro-batch) for the receiving stage and for the stages of its process that get something from it."""
     forward = receiver.kind is Kind.F
     rank = rank_of_stage[receiver.stage]
     readers = {receiver.stage}

@@ -3,9 +3,9 @@
 The paper (section 2.3) recomputes everything, at the price of a forward for each micro-batch. But memory is short only
 at the peak: a stage may keep the activations of the micro-batches for which there is room.
 
-A stage that recomputes everything holds the input of each micro-batch from its forward to its backward, and during a
-backward the graph of that micro-batch. Keeping a micro-batch adds the rest of its graph from its forward until
-its backward begins. So the number of intervals that may overlap at each action is limited, and the solution is greedy:
+A stage that recomputes everything saves the input of each micro-batch from its forward to its backward, and during a
+backward the graph of that micro-batch. Saving a micro-batch adds the rest of its graph from its forward until its
+backward begins. So the number of intervals that may overlap at each action is limited, and the solution is greedy:
 where too many overlap, drop the interval that ends last, as it takes room for longest.
 """
 
@@ -36,7 +36,7 @@ class DoesNotFitError(InputError):
         self.stage, self.missing_bytes = stage, missing_bytes
 
     def __str__(self) -> str:
-        return f"stage {self.stage} lacks {self.missing_bytes} bytes for activations even if it recomputes all it can"
+        return f"stage {self.stage} needs {self.missing_bytes} more bytes for activations, even with full recomputation"
 
 
 def find_fewest_recomputations(
@@ -45,10 +45,9 @@ def find_fewest_recomputations(
     """For each stage, the fewest micro-batches to recompute such that its activations stay within a limit.
 
     The result is for :func:`with_recomputation`; ``peak_bytes`` of that schedule is at most ``limit_bytes`` per stage.
-    `order` has no recomputations; `sizes` are, per stage, the bytes of a micro-batch in each way to hold it, with the
+    `order` has no recomputations; `sizes` are, per stage, the bytes of a micro-batch in each way to save it, with the
     input no larger than the graph. A micro-batch whose backward directly follows its forward is never recomputed, as
-    nothing would be gained. ``gpipe`` is_recomputing_mode the first micro-batches, ``1f1b`` the last ones before memory
-    is full.
+    nothing would be gained. ``gpipe`` recomputes the first micro-batches, ``1f1b`` the last ones before memory is full.
 
     With a device for each stage, the limits are for the stages of each device together, and fewer recomputations may be
     enough where these stages differ.
@@ -79,19 +78,17 @@ def find_fewest_recomputations(
 def _recompute_on_device(
     row: Sequence[tuple[Action, Retain]], sizes: Sequence[SavedAmounts], limit_bytes: int
 ) -> tuple[set[tuple[int, int]], int]:
-    """The recomputations that are needed (stage, micro-batch), and how many bytes are missing even so (0 if none)."""
+    """The recomputations that are needed (stage, micro-batch), and how many bytes are still missing (0 if none)."""
     changes = [changed_bytes(size) for size in sizes]
     # bytes that a recomputation adds, and that dropping a graph saves
     graph_bytes = [stage_changes[Kind.R, Retain.ACTIVATIONS][0] for stage_changes in changes]
-    assert all(0 <= size.input <= size.graph for size in sizes), "a graph holds its input"
+    assert all(0 <= size.input <= size.graph for size in sizes), "a graph includes its input"
     ends = {(a.stage, a.micro_batch): at for at, (a, _) in enumerate(row) if a.kind in SENDS_GRADIENT}
     pairs = pairwise(a for a, _ in row)
     never_recomputed = {b[1:] for a, b in pairs if b.kind in SENDS_GRADIENT and a == (Kind.F, *b[1:])}
     recomputed: set[tuple[int, int]] = set()
-    droppable: list[
-        tuple[int, tuple[int, int]]
-    ] = []  # heap: graphs that may be dropped, the graph that ends last on top
-    saved_bytes = missing = 0  # bytes held now, and the most bytes over the limit
+    droppable: list[tuple[int, tuple[int, int]]] = []  # heap: graphs that may be dropped, the last to end on top
+    saved_bytes = missing = 0  # bytes saved now, and the most bytes over the limit
     for at, ((kind, stage, micro_batch), retain) in enumerate(row):
         graph = stage, micro_batch
         begin, end = changes[stage][kind, retain]

@@ -11,8 +11,8 @@ micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, w
 Communication is implicit: an ``F`` receives from the previous stage and sends to the next, a ``B`` the other way
 round. So is whether a forward keeps its activations: it does unless its micro-batch has an ``R``.
 
-A backward may be split in two: ``I`` computes the gradients of the inputs, which the previous stage waits for, ``W``
-those of the weights, which are needed only when the step ends (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+A backward may be split in two (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): ``I`` computes the gradients of
+the inputs, which the previous stage waits for, ``W`` the gradients of the weights, needed only when the step ends.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,8 +76,8 @@ Row = tuple[Action, ...]
 
 
 class Schedule(tuple[Row, ...]):
-    """``schedule[r]`` lists the actions of row r in order: those of a stage, or of several stages of a device. Rows
-    may also share a device; :func:`topological_order` then decides the order of their actions.
+    """``schedule[r]`` lists the actions of row r in order: of a stage, or of several stages of a device. Rows may also
+    share a device; :func:`topological_order` then decides the order of their actions.
 
     The number of stages is read off the actions. A replica without samples has a schedule without actions, so
     `row_of_stage` must be given.
@@ -122,8 +122,7 @@ class Schedule(tuple[Row, ...]):
         return frozenset(a for row in self for a in row if a.kind is Kind.I)
 
     def source(self, action: Action) -> Action | None:
-        """The action of another stage whose result ``action`` needs, or None: the only definition of dependencies
-        between stages.
+        """The action of another stage whose result ``action`` needs, or None: all dependencies between stages.
 
         ``R`` and ``W`` have none, so a recomputation may start before the gradient arrives (section 2.3).
         """
@@ -186,7 +185,7 @@ def merge_split_backwards(row: Iterable[Action]) -> list[Action]:
 
 def with_saved_state(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
     """The actions of a stage in order, each with what the stage retains of its micro-batch afterwards. A forward
-    retains nothing if there is no backward, the input if there is an ``R``, and otherwise the graph."""
+    retains nothing without a backward, the input if there is an ``R``, and otherwise the graph."""
     backward = {a.micro_batch for a in stage_actions if a.kind in SENDS_GRADIENT}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
     for a in stage_actions:

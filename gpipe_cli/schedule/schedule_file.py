@@ -29,7 +29,7 @@ _COMMUNICATION = re.compile(r"[0-9]{1,6}(?:(?:SEND|RECV)_[FB][0-9]{1,6}|UNSHARD|
 def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     """The schedule in the file `path`, which must have this number of `partitions` and of `micro_batches`.
 
-    Raises ScheduleError, which says what is wrong and where, but does not name the file.
+    Raises ScheduleError, which reports what is wrong and where, but does not name the file.
     """
     rows = _parse_rows(path)
     if not rows:
@@ -65,9 +65,7 @@ def _parse_rows(path: str) -> list[list[Action]]:
                         allowed = "empty, or a stage, one of F R B I W and a micro-batch: 0F0"
                         raise ScheduleError(f"{where} is {cell[:40]!r}; a cell is {allowed}")
                     row += parsed.setdefault(cell, actions)
-                elif (
-                    cell and cell not in duplicates
-                ):  # a duplicate is error enough; the grid of a million takes minutes
+                elif cell and cell not in duplicates:  # a duplicate is enough; the grid of a million takes minutes
                     row += parsed[cell]
                     duplicates.add(cell)
             if row:

@@ -1,4 +1,4 @@
-"""`schedule=auto`: an order of the actions that is made for the costs of a model and for the memory of its devices.
+"""`schedule=auto`: an order of the actions made for the costs of a model and the memory of its devices.
 
 Orders are placed greedily: a free device takes the most urgent action that is ready: a backward that a neighbour waits
 for, then a forward, then the gradients of weights. The best values of the parameters are not known in advance: how many
@@ -6,7 +6,7 @@ micro-batches may be in flight, whether backwards are split, how long a wait mus
 combinations are simulated, with recomputations moved into waits where that is faster, and the named orders too; the
 fastest that fits is taken. Placement follows Qi et al. 2023 (section 3), recomputation in bubbles Mario (PPoPP 2025).
 
-Backwards run from micro-batch 0 to M - 1 on every stage, so that gradients are bitwise equal to those of `1f1b`.
+Backwards run from micro-batch 0 to M - 1 on every stage, so that gradients are bitwise equal to `1f1b`'s.
 """
 
 import math
@@ -71,7 +71,7 @@ class Problem:
     recompute: RecomputePlan  # a mode, or `auto`: as few recomputations as fit
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
-    # bytes for activations of each stage, if stages of a device cannot share memory, as each has its pools of graphs
+    # bytes for activations of each stage, if stages of a device cannot share memory, as CUDA graphs have their pools
     stage_budgets: Sequence[int] = ()
 
 
@@ -214,7 +214,7 @@ def _hoist_recomputation(step: _Step) -> Schedule:
 
 
 def _memory_delta(size: SavedAmounts, *, recomputed: bool) -> dict[Kind, int]:
-    """Bytes that an action adds to what a stage holds; a backward includes its recomputation, if any."""
+    """Bytes that an action adds to what a stage saves; a backward includes its recomputation, if any."""
     delta = {key: sum(changes) for key, changes in changed_bytes(size).items()}
     recomputed_bytes = delta[Kind.R, Retain.ACTIVATIONS] if recomputed else 0
     return {
@@ -231,7 +231,7 @@ _NONE = Action(Kind.F, -1, -1)
 class _Greedy:
     """Places action after action, as devices become free.
 
-    `max_in_flight`: micro-batches in flight on a stage at once (0: as many as 1f1b has); `split`: split backwards, and
+    `max_in_flight`: maximum number of micro-batches in flight on a stage (0: 1f1b's); `split`: split backwards, and
     place a W where the device would wait for at least `patience` times the duration of the W.
     """
 

@@ -8,8 +8,8 @@ of equal cost and free transfers, with f and b for a forward and a backward of a
     (M + K - 1) (f + b) + (M - 1) f     recompute=except_last
 
 so that of the M + K - 1 recomputations to be expected on the critical path, K - 1 hide in the wait for the gradient.
-Also simulated: stages that take turns on one device, in the order in which their process performs them, and processes
-that slow each other down as they share the memory and caches of a machine.
+Also simulated: stages that share a device, in the order in which their process performs them, and processes that slow
+each other down as they share the memory and caches of a machine.
 """
 
 from collections import defaultdict, deque
@@ -28,8 +28,8 @@ from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 class StageCost:
     """Seconds that a micro-batch takes on a stage, or on a layer, while no other device computes."""
 
-    forward_seconds: float  # a forward that keeps nothing but its input
-    graph_seconds: float  # a forward that keeps its graph; a recomputation takes as long
+    forward_seconds: float  # a forward that saves nothing but its input
+    graph_seconds: float  # a forward that saves its graph; a recomputation takes as long
     backward_seconds: float
     inputs_seconds: float = 0.0  # the first half of a split backward (I); 0 if backwards are not split
     weights_seconds: float = 0.0  # the second half (W)
@@ -37,7 +37,7 @@ class StageCost:
     sum_seconds: float = 0.0  # to sum its gradients over replicas, once, after its last action
 
     def seconds(self, kind: Kind, retain: Retain) -> float:
-        """Seconds of an action of this `kind`, after which the stage keeps `retain` of the micro-batch."""
+        """Seconds of an action of this `kind`, after which the stage retains `retain` of the micro-batch."""
         match kind:
             case Kind.B:
                 return self.backward_seconds
@@ -91,7 +91,7 @@ class LinkQueues:
 
 def ideal_bubble(devices: int, micro_batches: int) -> float:
     """The idle share of K equal stages without recomputation, with a device for each: (K-1)/(M+K-1) (section 2.3).
-    Several stages that take turns on a device count as a single stage."""
+    Several stages that share a device count as a single stage."""
     return (devices - 1) / (micro_batches + devices - 1)
 
 
@@ -108,12 +108,12 @@ def simulate(
     The timeline's events are each stage's waits, exposed transfers and updates; a device that waits for its first
     action has been free since 0.
 
-    `stages` has K costs, for micro-batches of equal size, and `edges` K - 1, besides those of skips. Transfers overlap
+    `stages` has K costs, for micro-batches of equal size, and `edges` K - 1, in addition to skips. Transfers overlap
     with computation, one at a time over each edge and direction; within a device, and without `edges`, they take no
     time. ``slowdown[n - 1]`` is the factor by which all computation takes longer while n devices compute; the last
-    value holds for more devices, too. Stages with the same number in `device_of_stage` take turns in the order of
-    :func:`topological_order`, even if another stage's next action could start earlier; without it each row has a device
-    of its own. Raises ScheduleError if the schedule deadlocks.
+    value also holds for more devices. Stages with the same number in `device_of_stage` share a device, in the order of
+    :func:`topological_order`, even if another stage's next action could start earlier; without it each row has its own
+    device. Raises ScheduleError if the schedule deadlocks.
     """
     assert len(stages) == len(schedule.stages), "a cost per stage"
     assert not edges or edges.keys() >= set(pairwise(range(len(stages)))), "a cost per edge"
@@ -131,8 +131,8 @@ class _Run:
 
     All devices that compute slow each other down by the same factor, which changes whenever any of them starts or ends.
     So ends are kept on a virtual clock that counts work without slowdown, where they are known when an action starts.
-    Arrivals of tensors are on the real clock. (A constant factor for each stage is no substitute: two stages that take
-    turns on a core take 2 M (f + b) for a step, for which a factor of 2 would predict 2 (M + 1) (f + b).)
+    Arrivals of tensors are on the real clock. (A constant factor for each stage would not do: two stages that share a
+    core take 2 M (f + b) for a step, for which a factor of 2 would predict 2 (M + 1) (f + b).)
     """
 
     def __init__(
@@ -199,13 +199,13 @@ class _Run:
             self._now = arrival
             self._start_next(device)
         if any(self._remaining):
-            topological_order(self._schedule, self._device_of_stage)  # raises the error that says what waits for what
+            topological_order(self._schedule, self._device_of_stage)  # raises the error that names what waits for what
 
     def _start_next(self, device: int) -> None:
         """Start the next work of a device that is free, or note what has to happen first."""
         if not self._remaining[device]:
             if self._waits_for_ties(device):
-                return  # `_finish` comes back when the last of these devices has its gradients
+                return  # `_finish` calls again when the last of these devices has its gradients
             if (sums_ready_at := self._ready_at(device)) > self._now:
                 first = self._device_of_stage.index(device)
                 self.events[first].append(Event(EventKind.TRANSFER, self._now, sums_ready_at, None))
@@ -234,7 +234,7 @@ class _Run:
         self._compute(device, seconds)
 
     def _skip_arrivals(self, action: Action) -> Iterator[float]:
-        """When the skips that an action needs, or their gradients, arrive from stages that are no neighbours."""
+        """When the skips that an action needs, or their gradients, arrive from stages that are not neighbours."""
         yield 0.0
         for sender in self._skip_senders[action.kind.direction][action.stage]:
             sent = Action(action.kind, sender, action.micro_batch)

@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class EventKind(StrEnum):
-    """What a stage does beside its actions."""
+    """What a stage does between its actions."""
 
     WAITING = "waiting"  # for a neighbour to compute
     TRANSFER = "transfer"  # for computed tensors to arrive or to be sent

@@ -4,7 +4,7 @@ All ways start from the same weights, take the same mini-batch in the same micro
 over elements divided by the mini-batch's denominator) and draw the same random numbers in the first step, whose
 gradients are written to files. The steps after it are timed, with the weights updated by the same optimizer. Running
 statistics of batch norm are not compared: other programs update them in every micro-batch, ours once (section 2.2 of
-the paper). Each way runs in processes of its own, so that its peak memory is its own, and its failure, too.
+the paper). Each way runs in separate processes, so that its peak memory and its failure are its own.
 """
 
 import logging
@@ -56,7 +56,7 @@ from gpipe_cli.training.step import (
 from gpipe_cli.verify.self_check import first_mini_batch, layer_of, plain_model, run_plain, seeding_layers
 
 Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
-# The distance from our gradients, in units of what the order of summation explains, that is still no difference.
+# The distance from our gradients, in units of what the order of summation explains, up to which they agree.
 MAX_UNITS = 16.0
 EPSILON: Mapping[Precision, float] = {"float32": 2**-23, "tf32": 2**-10, "bfloat16": 2**-7}
 WARM_UP_STEPS = 2  # these steps are not timed: torch runs a micro-batch to learn its shapes, and files are written
@@ -73,7 +73,7 @@ class TimedRun:
 
 @dataclass(frozen=True)
 class ProgramFailed:
-    """Message to the parent: the other program failed in a process; `text` is its own message, on a single line."""
+    """Message to the parent: the other program failed in a process; `text` is its message, on a single line."""
 
     rank: int
     text: str
@@ -166,7 +166,7 @@ class GpipeRunner:
 
 
 class BaselineRunner:
-    """What the ways of other programs share: the user's layers by stage of this process, an optimizer, the seeds."""
+    """What other programs share: the user's layers by stage of this process, an optimizer, the seeds."""
 
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess) -> None:
         self.config, self.spec, self.process = config, spec, process
@@ -194,7 +194,7 @@ class BaselineRunner:
         self.process.on_action(Action(Kind.F, stage, micro_batch), samples, mini_batch.lengths)
 
     def seed_layers(self) -> AbstractContextManager[None]:
-        """Inside, before each layer of this process's only stage, generators are seeded as our stages do."""
+        """While active, before each layer of this process's only stage, generators are seeded as our stages do."""
         ((index, layers),) = self.stages.items()
         first_layer = self.spec.first_layers[index]
         return seeding_layers(layers, first_layer, self.config.seed, self.device, lambda: self.current)
@@ -205,7 +205,7 @@ class SequentialRunner(BaselineRunner):
 
     Plain PyTorch takes its first step in micro-batches, backwards from the last to the first as in schedule gpipe, and
     with the threads of a single process of ours, so that gradients can be compared; its other steps take the whole
-    mini-batch at once, with all threads of the machine.
+    mini-batch in one call, with all threads of the machine.
     """
 
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, *, chunked: bool) -> None:
@@ -244,7 +244,7 @@ class SequentialRunner(BaselineRunner):
 
 
 class _InPrecision(nn.Module):
-    """Autocast inside a layer: torchgpipe runs layers in threads of its own, which do not inherit it."""
+    """Autocast inside a layer: torchgpipe runs layers in its own threads, which do not inherit it."""
 
     def __init__(self, layer: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -355,8 +355,8 @@ class Distance:
 
 
 def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequence[str], share: float) -> Distance:
-    """The distance of the gradients in the files of folder `theirs` from those of `ours`. `orders`: ours in both orders
-    of summation, which give the unit; `layers`: their names in order; `share`: epsilon sqrt(n)."""
+    """The distance of the gradients in the files of folder `theirs` from `ours`. `orders`: ours in both orders of
+    summation, which give the unit; `layers`: their names in order; `share`: epsilon sqrt(n)."""
     largest = Distance(0.0, 0.0, None)
     read = [_open(folder) for folder in (theirs, ours, *orders)]
     names = sorted(set().union(*read))
@@ -381,7 +381,7 @@ def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequen
 
 
 def _open(folder: Path) -> dict[str, list[Any]]:
-    """For each parameter, the open files with its gradient: those of all processes that have the parameter."""
+    """For each parameter, the open files with its gradient, of all processes that have the parameter."""
     files: dict[str, list[Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = safe_open(path, "pt")
@@ -391,5 +391,5 @@ def _open(folder: Path) -> dict[str, list[Any]]:
 
 
 def _gradient(files: Iterable[Any], name: str) -> torch.Tensor:
-    """The gradient in float64, zero if there is none; those of a tied weight are added up."""
+    """The gradient in float64, zero if there is none; a tied weight's gradients are added up."""
     return sum((file.get_tensor(name).double() for file in files), torch.zeros((), dtype=torch.float64))

@@ -1,7 +1,7 @@
 """The workers' side of `gpipe check`: a mini-batch, run by every variant of the pipeline, and compared.
 
 Paper, sections 1 and 2.2: the number of partitions changes nothing. This is checked layer by layer, with the code that
-trains: each variant starts from the same weights and seeds, does a single step, and records digests of every layer's
+trains: each variant starts from the same weights and seeds, does a single step, and takes digests of every layer's
 outputs, of every gradient, and of the weights and buffers after the step.
 """
 
@@ -72,7 +72,7 @@ class Variant(NamedTuple):
 class Row:
     """A variant, and how its results compare with those of a reference: a single partition, no recomputation, and the
     schedule of `REFERENCES` that sums gradients in the same order (`1f1b` if neither does). The reference of `1f1b` is
-    itself compared with that of `gpipe`."""
+    itself compared with `gpipe`'s."""
 
     variant: Variant
     verdict: Verdict
@@ -235,7 +235,7 @@ class _Checker:
         return row
 
     def _compare(self, variant: Variant, step: Step, reference: Step, *, same_sums: bool) -> Row:
-        """The row of a variant. Those with the `same_sums` as the reference are compared bit by bit. All others, and
+        """The row of a variant. Variants with the `same_sums` as the reference are compared bit by bit. All others, and
         plain PyTorch, may differ within the tolerance: their gradients together, and the buffers of each module."""
         plain = variant.executor == "pytorch"
         spec = self._specs[variant]
@@ -260,7 +260,7 @@ class _Checker:
 
     def _other_buffer(self, buffers: Tensors, references: Tensors) -> ResultKey | None:
         """The first of this process's buffers that differs from a reference's by more than a share of its norm, which
-        is taken of all buffers of a shape in a module: a running mean may be zero but for rounding."""
+        is taken of all buffers of a shape in a module: a running mean may be zero except for rounding."""
         kinds: dict[tuple[str, torch.Size], list[str]] = {}
         for name, buffer in buffers.items():
             kinds.setdefault((name.rpartition(".")[0], buffer.shape), []).append(name)
@@ -277,8 +277,8 @@ class _Checker:
     def _run_plain(self, variant: Variant) -> Step:
         """Like `_run`, in plain PyTorch without a weight update: all pipelines could be wrong in the same way.
 
-        The model is built anew and called as its user would call it, once for each micro-batch. Only seeding is as in a
-        pipeline, before each layer, as dropout would otherwise draw other numbers.
+        The model is built again and called as its user would call it, once for each micro-batch. Only seeding is as in
+        a pipeline, before each layer, as dropout would otherwise draw other numbers.
         """
         engine = self._engine(variant)
         config, device = engine.config, engine.first_device
@@ -329,7 +329,7 @@ class _Checker:
         self._process.on_action(action, samples, lengths)
 
     def _observe(self, model: nn.Module, digests: Digests) -> None:
-        """Record a digest of every layer's output in `digests`."""
+        """Put a digest of every layer's output into `digests`."""
 
         def after_layer(name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
             kind, micro_batch = self._current
@@ -339,7 +339,7 @@ class _Checker:
             layer.register_forward_hook(partial(after_layer, name))
 
     def _digests(self, kind: ResultKind, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
-        """The digests of parameters, gradients or buffers by name; the name begins with that of the layer."""
+        """The digests of parameters, gradients or buffers by name; the name begins with the layer's."""
         return {self._key(kind, name): "" if tensor is None else digest((tensor,)) for name, tensor in tensors.items()}
 
     def _key(self, kind: ResultKind, name: str, micro_batch: int = 0) -> ResultKey:
@@ -407,7 +407,7 @@ def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
             reasons.append("random numbers, as for dropout, are drawn for each micro-batch")
         pairs = zip(layer.buffers(), buffers, strict=False)
         if any(buffer is not earlier or buffer._version != version for buffer, (earlier, version) in pairs):
-            reasons.append("layers change buffers of their own with each micro-batch")
+            reasons.append("layers change their own buffers with each micro-batch")
 
     for layer in layers.children():
         layer.register_forward_pre_hook(before_layer)
@@ -429,7 +429,7 @@ def plain_model(config: TrainConfig, spec: PipelineSpec, stages: Iterable[nn.Mod
 
 
 def first_mini_batch(reader: SplitReader, micro_batches: int) -> MiniBatch:
-    """The first mini-batch of a training, cut into `micro_batches`; its inputs are read anew."""
+    """The first mini-batch of a training, cut into `micro_batches`; its inputs are read again."""
     reader = replace(reader, batches=replace(reader.batches, micro_batches=micro_batches))
     if reader.prefetched is not None and reader.split is not None:
         prefetched = PrefetchedBatches(
@@ -448,8 +448,7 @@ def run_plain(
     before_micro_batch: Callable[[int], None],
 ) -> Callable[[], float]:
     """Run the forward and the backward of a mini-batch, in pieces of `sizes` samples, by calling `model`;
-    `before_micro_batch` is called with the number of each. Returns a function that gives the mean loss, and waits for
-    the device."""
+    `before_micro_batch` is called with the number of each. Returns a function that waits for the mean loss."""
     inputs, targets = to_first_device(config, spec, mini_batch.inputs()), mini_batch.targets()
     device = torch.device(spec.layout.devices[-1])
     objective = build_loss(config, targets, sizes, config.label_smoothing, device)
@@ -469,8 +468,8 @@ def run_plain(
 
 @contextmanager
 def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Iterator[None]:
-    """Inside, a plain model runs its micro-batches. Afterwards the running statistics of its batch norms are those that
-    plain PyTorch has if each norm is given the whole mini-batch at once, computed in float64."""
+    """While active, a plain model runs its micro-batches. Afterwards the running statistics of its batch norms are what
+    plain PyTorch has if each norm is given the whole mini-batch, computed in float64."""
     norms = [norm for norm in find_tracking_norms(model) if norm.training]
     copies = [deepcopy(norm).double() for norm in norms]
     given: dict[nn.Module, dict[int, list[torch.Tensor]]] = {norm: {} for norm in norms}
@@ -495,8 +494,8 @@ def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Ite
 def seeding_layers(
     layers: nn.Sequential, first_layer: int, run_seed: int, device: torch.device, micro_batch: Callable[[], int]
 ) -> Iterator[None]:
-    """Inside, before each layer of a plain model, generators are seeded as in a stage that runs step 0, so that dropout
-    draws the same. `first_layer`: the number of the first of `layers`."""
+    """While active, before each layer of a plain model, generators are seeded as in a stage that runs step 0, so that
+    dropout draws the same. `first_layer`: the number of the first of `layers`."""
 
     def seed(number: int, layer: nn.Module, inputs: Any) -> None:
         seed_generator(device, mix_in(mix_in(step_seed(run_seed, 0), micro_batch()), number))
@@ -546,23 +545,23 @@ def tolerance_row(variant: Variant, difference: float, tolerance: float) -> Row:
     if difference == 0:
         return Row(variant, "identical")
     if not math.isfinite(difference):
-        return Row(variant, "differs", text="its gradients, or those that it is compared with, are not finite numbers")
+        return Row(variant, "differs", text="its gradients, or the reference's, are not finite numbers")
     return Row(variant, "within tolerance" if difference <= tolerance else "differs", difference)
 
 
 def difference_row(variant: Variant, spec: PipelineSpec, first: ResultKey, distance: float) -> Row:
     match first.kind:
         case ResultKind.OUTPUT:
-            text = f"micro-batch {first.micro_batch} leaves layer {first.layer} with other values"
+            text = f"layer {first.layer} gives other values for micro-batch {first.micro_batch}"
         case ResultKind.RECOMPUTED_OUTPUT:
             text = f"layer {first.layer} gives other values when micro-batch {first.micro_batch} is recomputed"
         case ResultKind.LOSS:
-            text = "the loss is another, though all layers gave the same"
+            text = "the loss differs, though all layers agree"
         case ResultKind.GRADIENT:
-            text = f"the gradient of {first.name} is another, though all layers gave the same"
+            text = f"the gradient of {first.name} differs, though all layers agree"
         case ResultKind.BUFFER | ResultKind.WEIGHT:
             alike = "agree" if distance else "are the same"
-            text = f"{first.name} is another after the step, though all gradients {alike}"
+            text = f"{first.name} differs after the step, though all gradients {alike}"
     return Row(
         variant,
         "differs",

@@ -13,7 +13,7 @@ N, CLASSES = 11, 7
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, those of the auxiliary head, and targets: the same in each call."""
+    """Logits, also of the auxiliary head, and targets: the same in each call."""
     generator = torch.Generator().manual_seed(3)
     logits, auxiliary = (torch.randn(N, CLASSES, generator=generator).requires_grad_() for _ in range(2))
     return logits, auxiliary, torch.randint(CLASSES, (N,), generator=generator)

@@ -95,7 +95,7 @@ def test_others_are_the_librarys_and_spare_vectors_the_penalty() -> None:
 @pytest.mark.parametrize("settings", [config(), *OTHERS], ids=lambda settings: settings.name)
 def test_state_goes_by_name_through_another_cut(settings: groups.OptimizerConfig) -> None:
     """Saved by one optimizer of all layers, loaded by two of some layers each: the next steps have the same bits.
-    Adafactor keeps rows and columns, also those of a kernel of width 1, which have its shape but not its strides: once
+    Adafactor keeps rows and columns, also of a kernel of width 1, which have its shape but not its strides: once
     restored with these, they were added up in another order."""
     kernel = nn.Conv2d(5, 12, (33, 1)).double()
     layers = nn.Sequential(*module(), kernel).to(memory_format=torch.channels_last)
@@ -179,7 +179,7 @@ def test_the_cosine_goes_from_the_peak_to_its_final_share() -> None:
     ],
 )
 def test_the_warm_up_ends_where_the_rate_is_highest(settings: groups.LearningRateConfig, steps: int) -> None:
-    """What the banner says: not the rate of the first step, which is a small part of it."""
+    """What the banner shows: not the rate of the first step, which is a small part of it."""
     assert warm_up_steps(settings, 10) == steps
     rates = [learning_rate(settings, step, 10, 8, 100) for step in range(100)]
     assert rates[max(0, steps - 1)] == pytest.approx(0.4) == pytest.approx(max(rates))

@@ -1,4 +1,4 @@
-"""Layers are timed by workers like those of a run, in segments if need be, and what was found is remembered."""
+"""Layers are timed by workers like a run's, in segments if need be, and what was found is remembered."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def machine_is_not_timed() -> None:
 
 
 def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[str]]:
-    """The costs for a command that has timed nothing yet, and what it says."""
+    """The costs for a command that has timed nothing yet, and what it logs."""
     timing._costs_of_command.clear()
     lines: list[str] = []
     return step_costs(config, profile, layout_of(config), lines.append), lines
@@ -58,7 +58,7 @@ def test_every_layer_is_timed_once_for_all_micro_batches(cache: Path) -> None:
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
     assert all(min(s.forward_seconds, s.graph_seconds) > 0 for s in costs.layers)
     assert [s.backward_seconds > 0 for s in costs.layers] == [False] + [True] * 6
-    assert min(costs.updates) > 0, "also of the frozen layer: that of its moving averages"
+    assert min(costs.updates) > 0, "also of the frozen layer: its moving averages are updated"
     assert costs.set_up > 0
     assert costs.slowdown == () or 1.0 == costs.slowdown[0] <= costs.slowdown[1]
     assert min(edge.forward_seconds for edge in costs.edges) > 0
@@ -138,7 +138,7 @@ def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch:
 
 
 def test_what_cannot_be_timed_is_planned_by_the_data_sheet(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that is too large, or a model that fails, as the run then will: it says why."""
+    """A layer that is too large, or a model that fails, as the run then will: with the reason."""
     fails = ("model=custom", "model.target=custom_models:wants_no_values")
     for settings, memory, line in (((), 1000, "a layer needs"), (fails, 2**40, "cannot be timed")):
         monkeypatch.setattr(timing, "usable_memory_bytes", lambda memory=memory: memory)
@@ -219,11 +219,11 @@ def test_of_different_gpus_the_slowest_counts(cache: Path, gpus: list[Gpu]) -> N
     assert len(lines) == 1
     assert timed(config, profile) == (costs, [])
     timed(replace(config, precision="tf32"), profile)
-    assert len(list(cache.iterdir())) == 2, "another precision has seconds of its own"
+    assert len(list(cache.iterdir())) == 2, "another precision has its own seconds"
 
 
 def test_images_in_float32_are_contiguous_on_gpus(gpus: list[Gpu]) -> None:
-    """By a rule, as the memory format decides the bits. The run keeps it, whatever K is and wherever it goes on."""
+    """By a rule, as the memory format decides the bits. The run keeps it, whatever K is and wherever it is resumed."""
     config = configure(*GPU_SETTINGS)
     for one in (config, replace(config, partitions=1)):
         prepared = prepare(one, [], str)

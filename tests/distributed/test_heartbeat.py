@@ -48,7 +48,7 @@ def test_who_stops_is_found_and_who_has_ended_is_not(monkeypatch: pytest.MonkeyP
         process, seconds = wait_until(own.find_lost, 20, "that the other one was stopped")
         assert (process, seconds > LIMIT) == (2, True)
         fails.stop(failed=True)
-        wait_until(lambda: own.find_lost() == (3, None), 20, "that one says it has failed")
+        wait_until(lambda: own.find_lost() == (3, None), 20, "that one to report its failure")
     finally:
         for heartbeat in filter(None, (alone, own)):
             heartbeat.stop(failed=False)

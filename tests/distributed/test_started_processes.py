@@ -14,7 +14,7 @@ from gpipe_cli.distributed.torchrun_env import Torchrun, limit_waits, read_torch
 
 
 def test_the_processes_of_torchrun_know_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM's numbers, which are set in a shell of an allocation too, say nothing."""
+    """SLURM's numbers do not count: they are also set in an allocation's shell."""
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert read_torchrun_env() is None
     for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "node7"), ("RANK", "2")):
@@ -36,7 +36,7 @@ def test_waiting_for_process_0_can_be_interrupted(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def left_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The variables of another program, in two processes; a line names a wait at once."""
+    """The variables of another program, in two processes; a message names a wait immediately."""
     store.cache_clear()
     monkeypatch.setattr(rendezvous, "_REPORT_AFTER_SECONDS", 0)
     with socket.create_server(("localhost", 0)) as free:
@@ -79,6 +79,6 @@ def test_what_listens_and_is_no_store_is_not_waited_for_long(left_over: str, mon
     with socket.create_server(("localhost", int(left_over))), limit_waits(0.5):
         with pytest.raises(TimeoutError, match=r"no answer from process 0 within 0\.5 s"):
             store()
-        with pytest.raises(ConnectionError, match=f"MASTER_PORT={left_over}: there is no store") as caught:
+        with pytest.raises(ConnectionError, match=f"MASTER_PORT={left_over}: no store answers") as caught:
             store(hosts=True)
     assert "\n" not in str(caught.value)

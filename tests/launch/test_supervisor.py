@@ -23,8 +23,8 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task(number: sig
     """Their supervisor took the end of the last one for an end before the first step. Under torchrun it then told the
     other supervisors that it had failed, and the run was a failed one if their workers had not ended yet.
 
-    Nor does a run need its fork server once it has begun: for one that was stopped, and could not say how the workers
-    ended, it waited for ever.
+    Nor does a run need its fork server once it has begun: for one that was stopped, and could not report how the
+    workers ended, it waited for ever.
     """
     run_settings = spec_of(configure(*TINY), traced(*TINY))
     servers: list[int] = []

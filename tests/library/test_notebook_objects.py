@@ -60,7 +60,7 @@ def test_a_frame_holds_the_page_as_it_is(planned: Path) -> None:
     assert re.fullmatch(r'<iframe srcdoc="[^"]*" height="321" [^<>]*></iframe>', frame)
     assert html.unescape(frame.split('"')[1]) == source
     assert gpipe_cli.show(planned / "pipeline.html", whole=True, height=321)._repr_html_() == frame
-    assert len(repr(gpipe_cli.show(planned))) < 100  # a notebook saves it beside the frame
+    assert len(repr(gpipe_cli.show(planned))) < 100  # a notebook saves it with the frame
 
 
 class TestInABrowser:

@@ -95,7 +95,7 @@ def test_processes_do_not_matter(started: tuple[Path, subprocess.CompletedProces
 def test_replicas_are_one_pipeline_with_all_micro_batches(
     started: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
-    """The same bits in both; those of R M micro-batches, but for the order of sums."""
+    """The same bits in both; as with R M micro-batches, except for the order of sums."""
     first, second = (torch.load(started[0] / f"{rank}.pt")[-2] for rank in range(2))
     del first["outputs"], second["outputs"]  # of other samples
     assert_same_tensors(first, second)
@@ -394,7 +394,7 @@ INPUTS, CLASSES = torch.linspace(-1, 1, 54).view(9, 6).sin(), torch.arange(9) % 
 
 
 def normed() -> nn.Sequential:
-    """With statistics that are not those of any mini-batch."""
+    """With statistics that are not any mini-batch's."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     layers[1].running_mean.add_(0.3)

@@ -77,8 +77,8 @@ def summed_as(schedule: str) -> str:
 @pytest.mark.parametrize("settings", CASES, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     """Losses, gradients, weights, running statistics and evaluation are the same bits: with dropout, uneven
-    micro-batches, tensors handed over twice, layers that are not trained, and bytes counted or not. Where backwards
-    run upwards they are those of 1f1b."""
+    micro-batches, tensors handed over twice, layers that are not trained, and bytes counted or not. Where backwards run
+    upwards they are 1f1b's."""
     same = {name: settings[name] for name in ("micro_batches", "channels_last", "bfloat16")}
     same |= {"frozen": FROZEN[settings["frozen"]], "samples": (10, 7, 3)}
     ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process", "graphs")}
@@ -104,7 +104,7 @@ LINKED_CASES = covering(
 @pytest.mark.parametrize("settings", LINKED_CASES, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_tied_weights_and_skips_do_not_depend_on_the_cut(settings: dict[str, Any], pool: Pool) -> None:
     """A weight of three layers on one to three stages, which all have the same gradient; skips of images, of one tensor
-    under two names, of several tensors, with batch norm. Dropout is on; the bits are those of one partition."""
+    under two names, of several tensors, with batch norm. Dropout is on; the bits are one partition's."""
     same = {name: settings[name] for name in ("model", "micro_batches", "bfloat16", "channels_last")}
     same |= {"samples": (10, 7, 3)}
     ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process", "graphs")}
@@ -126,7 +126,7 @@ def test_no_cut_of_a_model_with_skips_matters() -> None:
 
 @pytest.mark.parametrize("partitions", [1, 2, 4])
 def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -> None:
-    """In float64, against autograd on the whole model, which sums the uses in an order of its own."""
+    """In float64, against autograd on the whole model, which sums the uses in another order."""
     model = tied_model()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -129,8 +129,8 @@ def can_end(schedule: Schedule) -> bool:
 
 
 def test_what_cannot_end_is_refused() -> None:
-    """Orders whose devices mix their stages anew deadlock or not: check, simulator and `topological_order` say the same
-    as a trial, and what is legal has the same bits. An action out of its stage's order is refused, too."""
+    """Orders whose devices mix their stages differently deadlock or not: check, simulator and `topological_order` agree
+    with a trial, and what is legal has the same bits. An action out of its stage's order is also an error."""
     chance, found = random.Random(1), defaultdict[bool, int](int)
     for one in ORDERS:
         schedule = mixed_anew(one, chance)

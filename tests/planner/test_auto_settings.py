@@ -92,7 +92,7 @@ def needed_gib(config: TrainConfig, profile: ModelProfile) -> float:
     ],
 )
 def test_settings_are_advised_before_more_memory_and_no_more_of_them_than_it_takes(settings: str, remedy: str) -> None:
-    """Where one change was not enough, the line used to advise nothing but more memory; and partitions=9 beside a
+    """Where one change was not enough, the message used to advise nothing but more memory; and partitions=9 with a
     balance for 8."""
     base = [*LM, "model.layers=6", *settings.split()]
     profile = traced(*LM, "model.layers=6")

@@ -1,4 +1,4 @@
-"""Seconds of layers: by a data sheet, timed, or shared out as a user says."""
+"""Seconds of layers: by a data sheet, timed, or divided as a user gives them."""
 
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,7 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
         assert edge.backward_seconds == pytest.approx(1e-4 + returned / 8e9)
     alone = by_rates(traced(), rates_of_data_sheet(hardware, threads=8))
     assert {edge.forward_seconds for edge in alone.edges} == {0.0}
-    # a CPU's sheet is that of one thread
+    # a CPU's sheet is for one thread
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
     rates = [rates_of_data_sheet(cpu, threads) for threads in (1, 4)]
     one, four = (by_rates(traced(), rate) for rate in rates)
@@ -61,7 +61,7 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
 
 
 def test_stages_that_take_turns_take_the_time_of_all() -> None:
-    """Two stages in one process are no faster than one."""
+    """Two stages in one process are not faster than one."""
     settings = [*EVEN, "recompute=never", "executor=in_process"]
     one, two = (configure(*settings, f"partitions={k}") for k in (1, 2))
     plans = [plan_of(config, traced()) for config in (one, two)]
@@ -80,7 +80,7 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
         assert all(one[1] <= other[0] for one, other in pairwise(spans))
     assert slowdowns(2, 4) == (1.0, 1.0, 1.5, 2.0)
     assert slowdowns(4, 4) == ()
-    # four processes at once slow each other down by half, two by a sixth; twice as many take turns besides
+    # four concurrent processes slow each other down by half, two by a sixth; twice as many also share cores
     expected = (1, 7 / 6, 4 / 3, 1.5, 1.5 * 5 / 4, 1.5 * 6 / 4, 1.5 * 7 / 4, 3.0)
     assert slowdowns(4, 8, 1.5, 4) == pytest.approx(expected)
 

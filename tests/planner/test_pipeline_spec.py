@@ -1,4 +1,4 @@
-"""The cut, devices and processes of a run, and what a dry run says of them."""
+"""The cut, devices and processes of a run, and what a dry run reports of them."""
 
 from pathlib import Path
 

@@ -134,8 +134,8 @@ def test_a_cut_that_is_chosen_keeps_together_what_is_shared() -> None:
 
 @pytest.mark.parametrize("way", READERS)
 def test_layers_of_which_one_reads_the_others_weight_stay_in_one_stage(way: str) -> None:
-    """Torch does not know of it. A cut between the two was trained without a word: each process had a copy of its own,
-    and gradients were wrong by two thirds."""
+    """Torch does not know of it. A cut between the two was trained without a word: each process had its own copy, and
+    gradients were wrong by two thirds."""
     for more in ({}, {"before": True}, {"frozen": True}):
         settings = [*reads_another(way, **more), CONTIGUOUS, "partitions=2"]
         owner = 4 if "before" in more else 2

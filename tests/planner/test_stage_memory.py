@@ -48,7 +48,7 @@ def test_weights_gradients_and_state_are_those_of_a_real_step(optimizer: str) ->
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_buffers_are_those_of_a_run(replicas: int) -> None:
     """Of sums over replicas, which no plan counted: what is sent takes the place of the gradients, and what is received
-    is added, both from aligned addresses. And of a checkpoint, which on a CPU lies in a stage's own memory."""
+    is added, both from aligned addresses. And of a checkpoint, which on a CPU is in a stage's memory."""
     config = configure(*EVEN, "partitions=2", f"replicas={replicas}", "ema_decay=0.9", "batch_size=24",
                        "executor=in_process")  # fmt: skip
     profile, spec = profile_model(config), make_pipeline_spec(config)
@@ -114,7 +114,7 @@ def test_a_training_counts_the_activations_that_were_planned(balance: str, recom
     messages = train_here(config, tmp_path)
     counted = [step.activation_bytes for step in of_type(messages, StepDone) if step.activation_bytes]
     assert counted == [plan.saved_bytes]
-    # what is flattened stands beside what was there before, of every micro-batch that is held
+    # what is flattened is in addition to what was there before, of every micro-batch that is saved
     features = 2 * 4 * 3 * 3 * 4 * (4 if recompute == "never" else 1)
     other = profile_model(replace(config, memory_format="contiguous"))
     contiguous = make_plan(config, other, plan.costs, plan.layout)
@@ -130,7 +130,7 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
     steps = of_type(train_here(config, tmp_path), StepDone)
     assert [step.samples for step in steps] == [8, 6, 8, 6]
     assert [step.activation_bytes for step in steps] == [None, None, plan.saved_bytes, None]
-    assert [step.overhead_bytes is None for step in steps] == [False, True, False, True], "of a single step, too"
+    assert [step.overhead_bytes is None for step in steps] == [False, True, False, True], "also of a single step"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])

@@ -36,7 +36,7 @@ def every_balance(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in itertools.pairwise((0, *cut, layers)))
 
 
-@pytest.mark.parametrize("memory", ["none", "same rows", "rows of their own", "tight"])
+@pytest.mark.parametrize("memory", ["none", "same rows", "separate rows", "tight"])
 @pytest.mark.parametrize("sends", ["none", "on", "back", "both"])
 def test_equals_brute_force_with_sends_and_memory(sends: str, memory: str) -> None:
     """The very cut that trying all of them in the promised order finds first."""

@@ -36,6 +36,6 @@ def test_a_buffer_is_free_before_it_is_received_into(post_eagerly: bool) -> None
                 held[buffer] = 1 + max(own.index(a) for a in own if a.micro_batch == m and a.kind in (Kind.B, Kind.W)
                                        and min(stage, reached) <= a.stage <= max(stage, reached))  # fmt: skip
                 spans.setdefault(buffer[:2], []).append(range(own.index(receive.action), held[buffer]))
-            for *edge, number in held:  # no more than are kept at once, one that arrives, and one more
+            for *edge, number in held:  # no more than are kept at the same time, one that arrives, and one more
                 kept = max(sum(at in span for span in spans[edge[0], edge[1]]) for at in range(len(own)))
                 assert number < 2 + kept

@@ -1,4 +1,4 @@
-"""The fewest recomputations that fit: as trying all subsets says, by the simulator's own count of bytes."""
+"""The fewest recomputations that fit: as by trying all subsets, by the simulator's count of bytes."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Schedules as files: ours and those of torch.distributed.pipelining, and what is said of files that are none."""
+"""Schedules as files: ours and torch.distributed.pipelining's, and the errors for files that are not schedules."""
 
 import itertools
 import re

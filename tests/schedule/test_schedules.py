@@ -76,7 +76,7 @@ def test_every_schedule_passes_its_own_check() -> None:
             for kinds in (
                 SENDS_GRADIENT,
                 (Kind.B, Kind.W),
-            ):  # only the first stage has whole backwards beside split ones
+            ):  # only the first stage has both whole and split backwards
                 back = [a.micro_batch for a in actions if a.kind in kinds]
                 assert back == (upwards[::-1] if name == "gpipe" else upwards)
             assert stage == 0 or not schedule.split or all(a.kind is not Kind.B for a in actions)

@@ -228,7 +228,7 @@ def held_now(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_stages_of_a_device_are_not_at_their_fullest_together(seed: int) -> None:
-    """Their peak is that of the moment when they hold most in sum, counted from nothing at every moment."""
+    """Their peak is at the moment when their sum is greatest, counted from nothing at every moment."""
     random_ = random.Random(seed)
     k, m, name = random_.randint(2, 6), random_.randint(1, 6), random_.choice(SCHEDULES)
     chosen = tuple(frozenset(m for m in range(m) if random_.random() < 0.5) for _ in range(k))

@@ -8,9 +8,8 @@ from gpipe_cli.schedule.named_schedules import ORDERS, order
 from gpipe_cli.schedule.placement import place
 from gpipe_cli.schedule.schedule import Kind, Schedule
 from gpipe_cli.schedule.simulator import StageCost, simulate
-from gpipe_cli.schedule.v_schedules import v_half_max_in_flight, v_min_max_in_flight, zbv_max_in_flight
+from gpipe_cli.schedule.v_schedules import MAX_IN_FLIGHT
 
-GRAPHS = {"zbv": zbv_max_in_flight, "v_half": v_half_max_in_flight, "v_min": v_min_max_in_flight}
 # Ticks of a device without work, and the most graphs of half a device's layers that one holds from F to W. A row per
 # stage has stages of twice the size, on as many devices.
 TABLE = """
@@ -38,9 +37,9 @@ def graphs(schedule: Schedule) -> int:
 def even_idle(name: str, devices: int, micro_batches: int) -> int:
     """The closed forms for 2 P stages on P >= 3 devices: idle ticks of each device."""
     p, m = devices, micro_batches
-    if GRAPHS[name](p) >= min(zbv_max_in_flight(p), 2 * m):
+    if MAX_IN_FLIGHT[name](p) >= min(MAX_IN_FLIGHT["zbv"](p), 2 * m):
         return max(p - 1, 3 * p - 1 - 2 * m, 4 * p - 1 - 4 * m)
-    if GRAPHS[name](p) >= v_half_max_in_flight(p):
+    if MAX_IN_FLIGHT[name](p) >= MAX_IN_FLIGHT["v_half"](p):
         return 3 * p - 4 - 2 * (p % 2 == 0)
     return 4 * p - 5 + 2 * (p % 3 == 0)
 
@@ -59,11 +58,11 @@ def test_idle_ticks_and_graphs(line: str) -> None:
 
 def test_a_step_in_a_v() -> None:
     """More memory is never slower; an odd number of stages is the V without the second stage of the last device; no
-    step is slower than that of 1f1b on as many devices."""
+    step is slower than 1f1b's on as many devices."""
     for devices, micro_batches in itertools.product((1, 2, 3, 4, 5, 6, 9), (1, 2, 3, 7, 12)):
         for partitions in (2 * devices - 1, 2 * devices):
             before = 0.0
-            for name, most in GRAPHS.items():
+            for name, most in MAX_IN_FLIGHT.items():
                 schedule = order(name, partitions, micro_batches)
                 assert schedule.row_of_stage == place("v", partitions, devices)
                 assert graphs(schedule) <= most(devices)
@@ -80,7 +79,7 @@ def test_a_step_in_a_v() -> None:
 def test_no_order_with_as_many_graphs_is_faster(devices: int, micro_batches: int, name: str) -> None:
     """Found by trying all orders in which every stage begins with micro-batch 0."""
     step = int(ticks(order(name, 2 * devices, micro_batches)))
-    most = GRAPHS[name](devices)
+    most = MAX_IN_FLIGHT[name](devices)
     assert exists(devices, micro_batches, most, step)
     assert not exists(devices, micro_batches, most, step - 1)
 

@@ -243,7 +243,7 @@ def check_failed_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, l
     ("line", "refusal"),
     [
         ("train partitions=20 micro_batches=auto", "partitions=20: the model has only 10 layers"),
-        ("train device=cuda partitions=auto", "device=cuda: there is no CUDA device here; use device=cpu"),
+        ("train device=cuda partitions=auto", "device=cuda: this machine has no CUDA device; use device=cpu"),
         ("train batch_size=5000 micro_batches=auto", "batch_size=5000: the training set has only 1437 samples"),
         ("train dataset.num_classes=3", "dataset.num_classes=3: digits has 10 classes"),
         ("train dataset.augmentation.cutout=24", "dataset.augmentation.cutout=24: the images are only 24 pixels wide"),

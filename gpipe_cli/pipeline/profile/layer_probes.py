@@ -1,9 +1,8 @@
-"""Refuses layers that a recomputation cannot repeat (paper section 2.3), by watching them as a micro-batch runs twice.
+"""Finds layers that a recomputation cannot repeat (paper section 2.3), by running a micro-batch twice.
 
 A recomputation gives the same bits only if a layer leaves its input unchanged, draws random numbers only from torch's
-generators, and keeps no state between calls but in buffers, which a stage puts back; and a tensor that a layer has kept
-from the meta device has no values, and gives whatever lies in memory. A training with such a layer would go wrong
-without a word.
+generators, and keeps no state between calls except in buffers, which a stage restores. A tensor that a layer has kept
+from the meta device has no values, and gives whatever is in memory. Training would silently go wrong.
 """
 
 import random
@@ -27,9 +26,9 @@ from gpipe_cli.system.accelerator import is_accelerator
 
 @contextmanager
 def checking_repeatability(stages: Collection[Stage], replicas: int) -> Iterator[list[str]]:
-    """Inside, the layers of `stages` run a micro-batch, and run it again; the list gets a sentence for each layer that
-    cannot repeat it, or would differ between `replicas`. Afterwards buffers, gradients, attributes of modules and
-    random generators are as before."""
+    """While active, the layers of `stages` run a micro-batch twice; the list gets a sentence for each layer that cannot
+    repeat it, or would differ between `replicas`. Afterwards buffers, gradients, attributes of modules and random
+    generators are as before."""
     problems: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([stage.device for stage in stages if is_accelerator(stage.device)]))
@@ -58,9 +57,7 @@ class _Watch:
         self._outputs: dict[str, Tensors] = {}  # layer name -> the outputs of its first run
 
     def before_layer(self, layer: nn.Module, inputs: Any) -> None:
-        state_before = {
-            key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()
-        }
+        state_before = {key: (t, t.detach().clone(), t._version) for key, t in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
         self._before.append((state_before, given, python_and_numpy_rng_state()))
         if len(self._before) == 1 and not self._compiled:  # torch refuses to run compiled code under a dispatch mode
@@ -83,7 +80,7 @@ class _Watch:
             )
         tensors = _tensors(layer)
         for key, (tensor, value, version) in state_before.items():
-            # Buffers by version, too: converged spectral norm writes equal values until the weights change. Parameters
+            # Buffers also by version: converged spectral norm writes equal values until the weights change. Parameters
             # by value only: torch itself writes to them, to bring them together in memory.
             written = tensor._version != version and not isinstance(tensor, nn.Parameter)
             if not written and same_bits(tensors.get(key, value), value):

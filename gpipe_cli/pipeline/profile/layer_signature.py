@@ -1,7 +1,7 @@
 """Signatures of layers, so that equal layers are traced only once: a Transformer of 1663 layers has three kinds.
 
-They must hold for users' own layers, too. So a signature has everything that the layer's forward can read: plain data
-by value, other objects by identity; a layer that owns an object of an unknown type is equal to no other.
+They must also hold for users' layers. So a signature has everything that the layer's forward can read: plain data by
+value, other objects by identity; a layer that owns an object of an unknown type equals no other.
 """
 
 import io
@@ -29,8 +29,8 @@ def signature(layer: nn.Module) -> bytes:
     trained, and which are the same object). Numbers, strings and containers of these compare by value, functions
     without a closure by identity; plain tensor attributes, other functions and other objects are equal to none.
 
-    A layer may say what its forward reads by a method `reads`: a tuple that is described in its place, and objects that
-    may be in it, hold no tensors and never change; they compare by identity.
+    A layer may say what its forward reads by a method `reads`: a tuple that is described instead of it, and objects
+    that may be in it, hold no tensors and never change; they compare by identity.
     """
     reads: Any = getattr(layer, "reads", None)
     read, constants = (layer, ()) if reads is None else reads()

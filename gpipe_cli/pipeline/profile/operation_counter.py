@@ -1,7 +1,7 @@
 """Counts what layers do while they run on the meta device: operations by kind, their FLOPs and the bytes they move.
 
-FLOPs are those of torch's own formulas. Shapes alone do not say which kernels a device will choose: where that changes
-what is computed or kept for the backward, the choice here is that of a CPU or, for attention, of a GPU.
+FLOPs are by torch's formulas. Shapes alone do not determine which kernels a device chooses: where that changes what is
+computed or saved for the backward, the choice here is a CPU's or, for attention, a GPU's.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ class OperationCounter(Reads):
     they read and write, weights included.
 
     Torch's own `FlopCounterMode` also decomposes every other operation, slowly. Views do not count: they move nothing
-    and launch no kernel. What is read is collected here, too: a single mode is faster than two.
+    and launch no kernel. What is read is also collected here: a single mode is faster than two.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ def gpu_fuses(dtype: torch.dtype, masked: bool, dropout: float, *, deterministic
 class AttentionKernels(TorchFunctionMode):
     """Runs attention as a device would; the meta device always decomposes it.
 
-    Fused attention keeps its inputs, its output and a number per row for the backward; decomposed, it also keeps the
-    attention weights, (heads, T, S). For other dropout a GPU keeps a byte per entry instead of four: a Transformer
-    that is trained with dropout needs less there than predicted.
+    Fused attention saves its inputs, its output and a number per row for the backward; decomposed, it also saves the
+    attention weights, (heads, T, S). For other dropout a GPU saves a byte per entry instead of four: a Transformer that
+    is trained with dropout needs less there than predicted.
     """
 
     def __init__(self, fuses: Fuses) -> None:
@@ -124,7 +124,7 @@ def _attention(
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and query.shape[:2] == key.shape[:2] == value.shape[:2]
         and (attn_mask is None or not attn_mask.requires_grad)
-        and torch.backends.cuda.flash_sdp_enabled()  # holds for CPUs, too
+        and torch.backends.cuda.flash_sdp_enabled()  # also holds for CPUs
     )
     if not fused:
         return F.scaled_dot_product_attention(
@@ -143,7 +143,7 @@ def _bytes_of(values: Any) -> int:
 
 
 def _batch_norm_shapes(x: torch.Tensor, in_training: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What batch norm and its backward return, as shapes; in evaluation a CPU keeps no moments."""
+    """What batch norm and its backward return, as shapes; in evaluation a CPU saves no moments."""
     channel = torch.empty(x.shape[1] if in_training else 0, dtype=torch.float32, device=x.device)
     return torch.empty_like(x), channel, torch.empty_like(channel)
 

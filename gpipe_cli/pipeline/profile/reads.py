@@ -1,8 +1,6 @@
-"""The tensors that a layer reads: memory that its operations use but did not allocate (paper section 2.1: a stage owns
-its layers).
+"""The tensors that a layer reads: memory that its operations use but did not allocate (paper section 2.1).
 
-It does not matter how a layer got hold of a tensor: as a parameter or its view, through a function, a hook or any
-other object.
+It does not matter how a layer got a tensor: as a parameter or its view, through a function, a hook or any object.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +21,7 @@ _READ_NOTHING = (
 
 
 class Reads(TorchDispatchMode):
-    """Inside, `tensors` collects a tensor of each storage that operations read but did not allocate."""
+    """While active, `tensors` collects a tensor of each storage that operations read but did not allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +30,7 @@ class Reads(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No layer is compiled inside: otherwise torch would import its compiler, most of a second, to leave it out."""
+        """No layer is compiled while active: otherwise torch would spend most of a second to import its compiler."""
         return False
 
     def __torch_dispatch__(
@@ -50,14 +48,14 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these tensors as read, too."""
+        """Also count these tensors as read."""
         for tensor in tensors:
             if (storage := storage_id(tensor)) not in self._made:
                 self.tensors.setdefault(storage, tensor)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples and lists; sparse ones are left out, as they have no storage."""
+    """The tensors in nested tuples and lists; except sparse ones, which have no storage."""
     if isinstance(values, torch.Tensor):
         if values.layout is torch.strided:
             yield values

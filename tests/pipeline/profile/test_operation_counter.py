@@ -61,5 +61,5 @@ def attention(device: str, mask: bool, dropout: float, width: int) -> int:
 
 @pytest.mark.parametrize(("mask", "dropout", "width"), [(False, 0.1, 16), (True, 0.1, 16), (False, 0.0, 8)])
 def test_attention_keeps_what_it_keeps_on_a_cpu(mask: bool, dropout: float, width: int) -> None:
-    """Where it is taken apart, too: for other widths of the values."""
+    """Also where it is decomposed: for other widths of the values."""
     assert attention("meta", mask, dropout, width) == attention("cpu", mask, dropout, width)

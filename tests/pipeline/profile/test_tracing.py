@@ -13,9 +13,10 @@ from custom_models import Does
 from memory_runs import SAMPLES
 from torch import nn
 
-from gpipe_cli.pipeline.profile import tracing
+from gpipe_cli.pipeline.profile import forward_trace, tracing
+from gpipe_cli.pipeline.profile.forward_trace import layer_kinds
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, SavedMemory
-from gpipe_cli.pipeline.profile.tracing import layer_kinds, trace_layers
+from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, traced_call
 
@@ -61,8 +62,8 @@ def test_a_convolution(stride: int, groups: int) -> None:
 
 
 def test_the_halves_of_a_backward() -> None:
-    """The gradients of weights that wait, and the rest: of layers with weights of their own, and with tied ones,
-    which a stage keeps apart until the step's end."""
+    """The gradients of weights that wait, and the rest: of layers with separate weights, and with tied ones, which a
+    stage keeps apart until the step's end."""
     with torch.device("meta"):
         layers = OrderedDict(
             first=nn.Linear(20, 30), second=nn.Linear(30, 30), norm=nn.BatchNorm1d(30), tied=nn.Linear(30, 30)
@@ -91,7 +92,7 @@ def test_a_layer_that_changes_its_input_is_named() -> None:
 
 
 def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
-    """A frozen prefix has no backward and hands on what needs no gradient; a frozen layer behind one that is trained
+    """A frozen prefix has no backward and passes on what needs no gradient; a frozen layer behind one that is trained
     has half of one."""
     layers = {
         "a": nn.Linear(20, 30), "b": nn.Linear(30, 30), "norm": nn.BatchNorm1d(30), "c": nn.Linear(30, 7),
@@ -107,7 +108,8 @@ def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
 
 
 def test_shapes_follow_samples_and_both_lengths() -> None:
-    """Sentences are padded anew in every mini-batch: what crosses a boundary must be known without a handshake."""
+    """Sentences are padded separately in every mini-batch: what crosses a boundary must be known without a
+    handshake."""
     ids, embedding = torch.int64, nn.Embedding(11, 6, device="meta")
 
     def forward(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -132,7 +134,7 @@ def test_shapes_follow_samples_and_both_lengths() -> None:
 def test_equal_layers_are_traced_once_and_cost_what_each_of_them_costs(
     name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal are layers of one kind with equal inputs, whether they are modules of their own or, for a plan, one."""
+    """Equal are layers of one kind with equal inputs, whether they are separate modules or, for a plan, the same."""
     sample = SAMPLES[name]
     build = partial(sample.build, **sizes)
     runs: list[str] = []
@@ -145,14 +147,14 @@ def test_equal_layers_are_traced_once_and_cost_what_each_of_them_costs(
         model = replace(sample, build=build).model()
         return trace_layers(model, sample.inputs, training=True, lengths=sample.lengths)
 
-    monkeypatch.setattr(tracing, "traced_call", counted)
+    monkeypatch.setattr(forward_trace, "traced_call", counted)
     shared = costs_of(build)
     kinds = layer_kinds(replace(sample, build=build).model())
     different = set(zip(kinds, [(), *(cost.outputs for cost in shared[:-1])], strict=True))
     assert len(runs) == (2 + len(sample.lengths)) * len(different)
     assert len(different) < len(kinds)
     assert costs_of(partial(build, make=cache(call))) == shared
-    monkeypatch.setattr(tracing, "signature", id)  # none is equal to another one
+    monkeypatch.setattr(forward_trace, "signature", id)  # none is equal to another one
     assert costs_of(build) == shared
 
 
