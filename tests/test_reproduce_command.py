@@ -61,7 +61,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_a_recipe_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
     given = [*TINY, "steps=2", "executor=in_process"]
-    assert command("reproduce", "breakdown", "scale=desk", "output=out", *given) == 0
+    assert command("reproduce", "breakdown", "scale=small", "output=out", *given) == 0
     shown = " ".join(capsys.readouterr().out.split())
     (folder,) = Path("out").iterdir()
     assert "_reproduce_breakdown" in folder.name
@@ -94,7 +94,7 @@ recipe:
   source: Table 9
   hardware: TPUs
   needs: {gpus: 0, memory_gib: 0}
-  desk: {settings: {}, scaled: nothing, minutes: 0.1}
+  small: {settings: {}, scaled: nothing, minutes: 0.1}
   smoke: {}
   choices: ["N = 8"]
   experiment:
@@ -184,7 +184,7 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys:
 
 
 def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
-    process = start_program("reproduce", "breakdown", "schedules", "scale=desk", *TINY, "steps=10000")
+    process = start_program("reproduce", "breakdown", "schedules", "scale=small", *TINY, "steps=10000")
     try:
         # the sweep, which leads a session of its own, and below it the run of a cell
         wait_until(

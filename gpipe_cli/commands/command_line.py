@@ -18,6 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 
 from gpipe_cli.config.comments import GROUPS, choice_descriptions
 from gpipe_cli.config.did_you_mean import ALIASES, resolve_alias, suggest_nearest
+from gpipe_cli.config.old_words import update_argument
 from gpipe_cli.config.schema import quote
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, error_text, shorten
@@ -111,7 +112,11 @@ def parse_command_line(command: str, arguments: Sequence[str], sweep_alternative
             options[key] = str(find_config_dir(folder))
             if not Path(options[key]).is_dir():
                 raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
-    typed = tuple(_quote_path(argument) for argument in options.pop("overrides"))
+    overrides = options.pop("overrides")
+    for old, new in zip(overrides, map(update_argument, overrides), strict=True):
+        if old != new:
+            sys.stderr.write(f"gpipe {command}: {old} is {new} today\n")
+    typed = tuple(_quote_path(update_argument(argument)) for argument in overrides)
     try:
         parsed = parse_settings(typed)
         for setting in parsed:

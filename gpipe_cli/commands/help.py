@@ -192,7 +192,7 @@ def _full_text(heading: str, text: str) -> str:
     if not heading.startswith("gpipe reproduce "):
         return text
     recipe = read_recipe(heading.removeprefix("gpipe reproduce "))
-    return f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."
+    return f"{recipe.title} ({recipe.source}). Scaled down: {recipe.small.scaled}; {recipe.small.duration}."
 
 
 def glossary() -> dict[str, str]:

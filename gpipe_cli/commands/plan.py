@@ -86,7 +86,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
     config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # only the JSON or CSV document goes to stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, show_preparation():
-        if config.cost != "figures" and config.hardware.is_this_machine:
+        if config.cost != "datasheet" and config.hardware.is_this_machine:
             fork_server.start()  # the server imports torch in parallel with this process
         import_in_thread("gpipe_cli.commands.plan_run")  # torch comes with it
         from gpipe_cli.commands.plan_run import plan

@@ -27,7 +27,7 @@ from gpipe_cli.system.gpus import Gpu
 class ReproduceSettings:
     """Settings of a recipe as a whole, and not of the commands that it runs."""
 
-    scale: Literal["auto", "smoke", "desk", "paper"]
+    scale: Literal["auto", "smoke", "small", "paper"]
     output: str
     run_folder: str | None
 
@@ -44,7 +44,7 @@ class Machine:
         if recipe_settings.scale != "auto":
             return recipe_settings.scale, "as requested"
         if any(key_of(setting) == "device" and setting.endswith("=cpu") for setting in given):
-            return "desk", "device=cpu uses no GPU"
+            return "small", "device=cpu uses no GPU"
         return recipe.needs.fitting_scale(self.gpus)
 
     def reproduce(

@@ -1,7 +1,7 @@
 """`gpipe reproduce`: tables, figures and results of the paper, at the scale that the machine allows.
 
 Several recipes share a folder, with a subfolder each. A recipe that is done does not run again, as the whole paper
-takes over an hour at desk scale and may be interrupted. The results become a page and, once all recipes are done,
+takes over an hour at small scale and may be interrupted. The results become a page and, once all recipes are done,
 part of the recipes' README.
 """
 
@@ -20,6 +20,7 @@ from gpipe_cli.commands.command_line import find_config_dir, parse_command_line
 from gpipe_cli.commands.command_runner import import_torch
 from gpipe_cli.commands.folders import lock_folder
 from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, check_known
+from gpipe_cli.config.old_words import update_argument, update_words
 from gpipe_cli.config.schema import parse_config
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
@@ -44,8 +45,8 @@ Usage: gpipe reproduce                               lists the recipes
        gpipe reproduce -cd FOLDER -cn NAME [...]     runs one of your own, FOLDER/NAME.yaml
 
 Settings
-  scale      paper: as in the paper | desk: scaled down to two CPU cores | auto: paper if its GPUs are here, otherwise
-             desk | smoke: only to see that the code runs, in seconds (auto)
+  scale      paper: as in the paper | small: scaled down to two CPU cores | auto: paper if its GPUs are here, otherwise
+             small | smoke: only to see that the code runs, in seconds (auto)
   output     folder in which the command makes a folder for everything that it writes (outputs)
   run_folder the folder of several recipes itself; recipes that are done there do not run again
   any other  goes to every command of the recipe: seed=1, batch_size=64; numbers of another size than the paper's
@@ -58,7 +59,7 @@ Examples
   gpipe reproduce table2_amoebanet
   gpipe reproduce transfer_cifar10 scale=paper dataset.root=data
   gpipe reproduce all scale=smoke                                   tries every recipe within minutes
-  gpipe reproduce all scale=desk run_folder=outputs/paper           begins, or continues after an interruption
+  gpipe reproduce all scale=small run_folder=outputs/paper           begins, or continues after an interruption
   gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
 """
 UNSUPPORTED = {
@@ -134,9 +135,9 @@ def _reproduce_one(recipe: Recipe, recipe_settings: ReproduceSettings, given: tu
     with lock_folder(_new_folder(recipe_settings, recipe.name), f"output={recipe_settings.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{scale}: {why}"), ("folder", str(folder))]
-        if scale == "desk":
+        if scale == "small":
             without = " without the given settings" if given else ""
-            facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
+            facts.append(("takes", f"{recipe.small.duration} on 2 CPU cores{without}"))
         print_fields(console, facts)
         try:
             reproduction = machine.reproduce(recipe, recipe_settings, given, folder)
@@ -181,7 +182,7 @@ def _reproduce_several(
         print_fields(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
         failed: dict[str, str] = {}
         begin = time.monotonic()
-        took = stated = 0.0  # seconds that the recipes run so far took, and those that their files state for a desk
+        took = stated = 0.0  # seconds: what the recipes run so far took, and what their files state for scale=small
         for at, recipe in enumerate(recipes, start=1):
             below = folder / recipe.name
             which = f"{at} of {len(recipes)}"
@@ -189,9 +190,9 @@ def _reproduce_several(
                 show_line(console, f"{which:<12} {recipe.name}: is done")
                 continue
             left = ""
-            if took or machine.scale(recipe, recipe_settings, given)[0] == "desk":
+            if took or machine.scale(recipe, recipe_settings, given)[0] == "small":
                 todo = sum(
-                    60 * waiting.desk.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
+                    60 * waiting.small.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
                 )
                 left = f", about {duration(todo * took / stated if took else todo)} left"
             so_far = f"; {duration(time.monotonic() - begin)} used" if took else ""
@@ -202,7 +203,7 @@ def _reproduce_several(
                 reproduction = machine.reproduce(recipe, recipe_settings, given, below)
                 write_reproduction(reproduction, below)
                 took += reproduction.seconds
-                stated += 60 * recipe.desk.minutes
+                stated += 60 * recipe.small.minutes
             except KeyboardInterrupt:
                 show_line(console, f"interrupted; what is done stays in {folder}; continue with", "bold yellow")
                 show_line(console, go_on)
@@ -239,9 +240,10 @@ def _check_same_request(folder: Path, request: dict[str, Any]) -> None:
         return
     if not (folder / REQUEST_FILE).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
-    before = read_result(folder, REQUEST_FILE)
+    before = update_words(read_result(folder, REQUEST_FILE))
+    before |= {"settings": [*map(update_argument, before.get("settings", []))]}
     if before != request:
-        has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
+        has = " ".join([f"scale={before.get('scale')}", *before["settings"]])
         raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")
 
 
@@ -257,10 +259,10 @@ def _write_report(folder: Path, failed: dict[str, str]) -> None:
 def recipes() -> Table:
     """A table of the recipes."""
     loaded = {name: read_recipe(name) for name in recipe_names()}
-    durations = [recipe.desk.duration for recipe in loaded.values()]
+    durations = [recipe.small.duration for recipe in loaded.values()]
     columns = [
         Column("recipe", cells=list(loaded)),
-        Column("at a desk", cells=durations, number=True, key="desk_duration"),
+        Column("small scale", cells=durations, number=True, key="small_duration"),
         Column("reproduces", cells=[recipe.title for recipe in loaded.values()], key="title"),
     ]
     return Table("", columns)

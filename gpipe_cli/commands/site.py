@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config, auto = training_config(cfg, line.overrides)
     with lock_folder(Path(word), word, new=False) as folder, show_preparation():
-        if config.cost != "figures":
+        if config.cost != "datasheet":
             fork_server.start()  # the server imports torch in parallel with this process
         import_in_thread("gpipe_cli.commands.prepare")
         from gpipe_cli.commands.prepare import prepare

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpipe_cli.commands import folders
+from gpipe_cli.config.old_words import update_argument
 from gpipe_cli.config.settings import CONFIG_FILE
 from gpipe_cli.errors import InputError, describe_error
 from gpipe_cli.reporting.run.lines import format_override
@@ -53,13 +54,14 @@ class SweepFolder:
         """The sweep that lies in `path`. Raises InputError if it cannot be read."""
         saved = read_result(path, SWEEP_FILE)
         try:
-            sweep = cls(saved["command"], [str(argument) for argument in saved["arguments"]], path)
-            attempts = [Attempt(**values) for values in saved["runs"]]
+            sweep = cls(saved["command"], [update_argument(str(argument)) for argument in saved["arguments"]], path)
+            names = [",".join(map(update_argument, values["name"].split(","))) for values in saved["runs"]]
+            attempts = [Attempt(**values | {"name": name}) for values, name in zip(saved["runs"], names, strict=True)]
             sweep.attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
             for folder in {Path(attempt.folder) for attempt in attempts if attempt.folder}:
                 if folder.name in ("", "..") or folder != Path(folder.name):
                     raise TypeError(f"{folder} is no folder in it")
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{path / SWEEP_FILE}: cannot be read as a sweep ({describe_error(error)}); begin it again"
             ) from error

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
+from gpipe_cli.config.old_words import update_words
 from gpipe_cli.config.pipeline_settings import (
     COURSE,
     INVOCATION,
@@ -53,7 +54,7 @@ _MAX_ALIASES = 20  # in a configuration file; each alias can double or triple th
 _LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # also as 0x... or 1:30:00; a float has up to 309 digits
 CONFIG_FILE = "config.yaml"  # a folder that holds this file is a run folder
 RESUME_AUTO = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
-BACKBONE = "taken"  # freeze=[taken]: all but the classifier, even if the classifier's weights are loaded too
+BACKBONE = "backbone"  # freeze=[backbone]: all but the classifier, even if the classifier's weights are loaded too
 
 Task = Literal["classification", "segmentation", "language_model", "translation"]
 TEXT_TASKS: tuple[Task, ...] = ("language_model", "translation")
@@ -142,7 +143,7 @@ class TrainConfig(PipelineSettings):
     max_restarts: MaxRestarts = field(default=0, metadata=SWEEP_DIR_SETTING)
     dry_run: bool = field(metadata=INVOCATION)
     quiet: bool = field(default=False, metadata=INVOCATION)
-    cost: Literal["figures", "measured", "measured_anew"] = field(metadata=MACHINE)
+    cost: Literal["datasheet", "profile", "reprofile"] = field(metadata=MACHINE)
     checkpoint: CheckpointConfig = field(metadata=WRITING)
     hardware: groups.HardwareConfig = field(metadata=STEP)
     model: groups.ModelConfig = field(metadata=SECONDS)
@@ -512,7 +513,7 @@ def read_config(path: Path, fallbacks: Mapping[str, Any] | None = None) -> Train
     The file may come from elsewhere, so interpolations are not resolved: a resolver is any function of this process.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
-    values = plain_values(load_yaml(file))
+    values = update_words(plain_values(load_yaml(file)))
     refusals: dict[str, InvalidSettingError] = {}
     while True:
         try:
@@ -583,7 +584,8 @@ def load_recipe(file: Path) -> dict[str, Any]:
     if not isinstance(recipe, DictConfig) or not {"defaults", "recipe"} <= recipe.keys():
         raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
     families = [entry for entry in recipe.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
-    return to_plain_dict(OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe))
+    merged = OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe)
+    return dict(update_words(to_plain_dict(merged)))
 
 
 @cache  # 29 recipes share a few files

@@ -32,12 +32,12 @@ class Run:
     each_row: bool = False
     sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured in turns
     settings: tuple[str, ...] = ()  # templates; those whose value is missing are left out
-    desk: tuple[str, ...] = ()  # settings added at a desk
+    small: tuple[str, ...] = ()  # settings added at scale=small and scale=smoke
     smoke: tuple[str, ...] = ()  # settings added at scale=smoke
     folder: tuple[str, ...] = ()  # templates, joined by `_`, without those whose value is missing; (): the name
     scales: tuple[Scale, ...] = EVERY_SCALE
     unless_given: str | None = None  # is not run if the user gives this setting
-    paper_size: bool = False  # without the settings that make a desk's models small
+    paper_size: bool = False  # without the scale's settings, which make models smaller
     alone: bool = False  # without any settings of the scale or the user
     without: tuple[str, ...] = ()  # settings that do not go to this command, the user's included
     slow_links: bool = False  # GPUs exchange tensors through the host's memory; without GPUs nothing is measured
@@ -55,7 +55,7 @@ class Run:
             runner = replace(runner, settings=())
         templates = (
             *self.settings,
-            *(self.desk if runner.is_small else ()),
+            *(self.small if runner.is_small else ()),
             *(self.smoke if runner.scale == "smoke" else ()),
         )
         filled_in = [text for template in templates if (text := fill_template(template, values)) is not None]
@@ -88,12 +88,12 @@ class TableSpec:
     columns: tuple[ColumnSpec, ...] = ()  # (): those of the experiment
     name: str | None = None
     settings: tuple[str, ...] = ()  # settings of all its runs
-    at_desk: tuple[int, ...] | None = None  # the numbers of the rows at a desk, from 0; None for all
-    at_smoke: tuple[int, ...] | None = None  # those at scale=smoke; None for those at a desk
+    at_small: tuple[int, ...] | None = None  # the numbers of the rows at scale=small, from 0; None: all
+    at_smoke: tuple[int, ...] | None = None  # those at scale=smoke; None: as at scale=small
 
     def at(self, scale: Scale) -> list[dict[str, Any]]:
-        desk = None if scale == "paper" else self.at_desk
-        chosen = desk if scale != "smoke" or self.at_smoke is None else self.at_smoke
+        small = None if scale == "paper" else self.at_small
+        chosen = small if scale != "smoke" or self.at_smoke is None else self.at_smoke
         return [dict(self.rows[at]) for at in (range(len(self.rows)) if chosen is None else chosen)]
 
 

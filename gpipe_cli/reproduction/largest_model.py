@@ -48,7 +48,7 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
     results["hardware"] = planned[0]["plan"]["hardware"]["name"]
     _note_what_does_not_fit(planned, results, paper)
     _note_nearest_assumption(sizes[0]["activations"], naive, results)
-    results["where"] = "at a desk" if runner.is_small else "here"
+    results["where"] = "at small scale" if runner.is_small else "here"
     results["last"] = trained[-1] if len(trained) > 1 else None
     results["trained_first"] = trained[0]["name"] if trained else None
     results["exact"] = sum(row["planned"] is not None and row["planned"] == row["counted"] for row in trained)

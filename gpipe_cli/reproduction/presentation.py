@@ -19,7 +19,7 @@ from gpipe_cli.reproduction.runner import Scale
 from gpipe_cli.units import count, plural, size
 
 Values = Mapping[str, Any]
-EVERY_SCALE: tuple[Scale, ...] = ("smoke", "desk", "paper")
+EVERY_SCALE: tuple[Scale, ...] = ("smoke", "small", "paper")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What experiments share: running `gpipe` commands, reading the files that these write, and comparing numbers.
 
 Each command runs in a process of its own and prints to a log file, as a recipe runs dozens of commands and prints one
-report. A difference from the paper is taken only where data and sizes are the paper's: not at a desk (except in
+report. A difference from the paper is taken only where data and sizes are the paper's: not at small scale (except in
 `breakdown`, whose model the paper does not name), nor where a setting of the user may have changed them.
 """
 
@@ -31,7 +31,7 @@ RECIPES_DIR = Path(str(resources.files("gpipe_cli.recipes")))
 DISABLE_P2P = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
 # Settings of groups, and of `gpipe bench`, that leave data and sizes as they are.
 _HARMLESS = ("dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds")
-Scale = Literal["smoke", "desk", "paper"]
+Scale = Literal["smoke", "small", "paper"]
 # Runs a command and writes its output to a file. Raises the command's InputError, or CommandFailedError.
 RunCommand = Callable[[Sequence[str], IO[str]], None]
 

@@ -32,7 +32,7 @@ class BenchRow:
     activation_bytes: tuple[int, ...] | None  # for each stage, the most in any round
     model_flops_per_second: float | None
     mfu: float | None
-    without_core: float | None  # share of computing time without a core, the most in any round
+    cpu_starved_share: float | None  # share of computing time without a core, the most in any round
     kind: str | None  # a SpeedKind
     executor: str | None
     threads: int | None  # threads per process

@@ -225,9 +225,9 @@ _LIST = (
             path="seconds", direction="less"),
     Metric("threads_per_process", "threads", "threads", COUNT,
             "Threads with which each process computes.", path="hardware.threads_per_process"),
-    Metric("without_core", "without a core", "without core", SHARE,
+    Metric("cpu_starved_share", "CPU-starved share", "CPU-starved", SHARE,
             "Share of computing time in which the most affected stage had no core, because other programs used them: "
-            "the median over the steps.", path="without_core", direction="less"),
+            "the median over the steps.", path="cpu_starved_share", direction="less"),
     Metric("train_loss", "train loss", "train loss", LOSS,
             "The loss that training minimizes, averaged over a step's mini-batch, with label smoothing and auxiliary "
             "head. The column train loss that a run prints is comparable with test_loss: train_cross_entropy, averaged "

@@ -57,7 +57,7 @@ SCORES = Table.of_rows(
     [("top-1", "84.4 %", "100.00 %", "-"), ("loss", "-", "0.0628", "-")],
 )
 FOUND = Reproduction(
-    name="a_recipe", title="Title", claim="K < 8 is slow", source="Table 2", needs="2 GPUs", scale="desk",
+    name="a_recipe", title="Title", claim="K < 8 is slow", source="Table 2", needs="2 GPUs", scale="small",
     machine="2 cores", tables=(SPEEDS, SIZES, SCORES), notes=(("found", "a & b"),), commands=("gpipe plan",),
     files=(), seconds=90.0,
 )  # fmt: skip

@@ -257,7 +257,7 @@ def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFix
     check_failed_in_one_line(capsys, tmp_path, "resume=done: that run has done 3 steps, and epochs allows 3;")
     # a position in the data means something else with other mini-batches or another order; layers were timed before
     for setting in ("batch_size=4", "seed=9"):
-        assert command("train", "resume=done", NAMED, "epochs=2", "cost=measured_anew", setting) == 2
+        assert command("train", "resume=done", NAMED, "epochs=2", "cost=reprofile", setting) == 2
         assert "timing" not in (captured := capsys.readouterr()).out
         assert f": {setting}: the run that is resumed has " in captured.err
 
