@@ -22,13 +22,13 @@ from gpipe_cli.config import groups
 from gpipe_cli.config.old_words import update_words
 from gpipe_cli.config.pipeline_settings import (
     COURSE,
+    FOLDERS,
     INVOCATION,
     KERNELS,
     LAYERS,
     MACHINE,
     SECONDS,
     STEP,
-    SWEEP_DIR_SETTING,
     WRITING,
     Affects,
     Partitions,
@@ -136,11 +136,11 @@ class TrainConfig(PipelineSettings):
     threads: Threads | None = field(metadata=MACHINE)
     data_workers: DataWorkers | None = field(metadata=MACHINE)
     timeout_seconds: TimeoutSeconds = field(metadata=MACHINE)
-    output: str = field(metadata=SWEEP_DIR_SETTING)
+    output: str = field(metadata=FOLDERS)
     logger: tuple[Logger, ...] = field(default=("tensorboard",), metadata=MACHINE)
-    run_folder: str | None = field(metadata=SWEEP_DIR_SETTING)
-    resume: str | None = field(metadata=SWEEP_DIR_SETTING)
-    max_restarts: MaxRestarts = field(default=0, metadata=SWEEP_DIR_SETTING)
+    run_folder: str | None = field(metadata=FOLDERS)
+    resume: str | None = field(metadata=FOLDERS)
+    max_restarts: MaxRestarts = field(default=0, metadata=FOLDERS)
     dry_run: bool = field(metadata=INVOCATION)
     quiet: bool = field(default=False, metadata=INVOCATION)
     cost: Literal["datasheet", "profile", "reprofile"] = field(metadata=MACHINE)
@@ -266,7 +266,6 @@ class TrainConfig(PipelineSettings):
 
 
 def settings_affecting(what: Affects) -> tuple[str, ...]:
-    """The settings that decide `what`."""
     return tuple(setting.name for setting in fields(TrainConfig) if what in setting.metadata["affects"])
 
 
