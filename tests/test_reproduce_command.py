@@ -130,7 +130,7 @@ def test_a_table_of_the_paper_is_a_file_in_a_folder_of_the_user(capsys: pytest.C
     assert line in capsys.readouterr().err
     file.write_text(MY_TABLE.replace("KEY", "samples"), encoding="utf-8")
     assert command(*asked, "partitions=2") == 2
-    assert "partitions=2: the rows differ in it; leave it out" in capsys.readouterr().err
+    assert "partitions=2: the rows differ in it; remove it" in capsys.readouterr().err
     assert command(*asked) == 0
     (folder,) = Path("out").glob("*_reproduce_my_table")
     found = read_reproduction(folder)
@@ -163,7 +163,7 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys:
         shown = capsys.readouterr().out
         assert ("breakdown: is done" in shown) == is_done
         assert shown.count("runs ") == (0 if is_done else 2)
-        assert "consistency failed: seed=1: this recipe compares seed=0, 1; leave it out" in shown
+        assert "consistency failed: seed=1: this recipe compares seed=0, 1; remove it" in shown
         assert f"gpipe {shlex.join(asked[:4])} executor=in_process seed=1 run_folder=out" in shown
         assert not broken.exists()
         broken.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ def _cfg_text(cfg: DictConfig, options: Mapping[str, Any]) -> str:
         header = f"# @package {package}\n"
         shown = OmegaConf.select(shown, package)
         if not OmegaConf.is_config(shown):
-            raise InputError(f"--package {package}: there is no such group of settings; --cfg job shows all")
+            raise InputError(f"--package {package}: no such group of settings; --cfg job shows all")
     return header + OmegaConf.to_yaml(shown, resolve=options["resolve"])
 
 
@@ -160,7 +160,7 @@ class ConfigComposer:
     """The trees of a command line or of a sweep's runs. Composing a tree takes Hydra 0.1 to 0.2 s, so each choice of
     groups is composed once, and the other settings are set in a copy.
 
-    `keys`: the settings that the command takes beside those that belong to it alone (`COMMAND_ONLY`).
+    `keys`: the settings that the command takes in addition to those of it alone (`COMMAND_ONLY`).
     """
 
     def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
@@ -183,7 +183,7 @@ class ConfigComposer:
             if not setting.is_delete() and command not in (None, self._line.command):
                 why = f"gpipe {self._line.command} has no such setting, gpipe {command} has"
                 raise InvalidSettingError(
-                    key, setting.value(), why + (suggest_nearest(key, self._keys) or "; leave it out")
+                    key, setting.value(), why + (suggest_nearest(key, self._keys) or "; remove it")
                 )
         chosen = tuple(str(setting.input_line) for setting in parsed if self._selects_files(setting))
         if chosen not in self._composed:
@@ -212,7 +212,7 @@ class ConfigComposer:
                 raise InvalidValueError(key, value, "Hydra has no such setting; --cfg hydra lists all") from error
             raise unknown_setting_error(key, value, self._keys) from error
         except OmegaConfBaseException as error:
-            raise InvalidValueError(key, value, f"{error_text(error)}; give another value, or leave it out") from error
+            raise InvalidValueError(key, value, f"{error_text(error)}; give another value, or remove it") from error
 
 
 def _compose_with_hydra(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
@@ -229,7 +229,7 @@ def _compose_with_hydra(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise to_input_error(error) from error
     except RecursionError as error:
-        raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
+        raise InputError("configuration: a file includes itself in its defaults; remove that line") from error
     except InputError:
         raise
     except Exception as error:  # Hydra lets Python's own exceptions through for wrong settings or defaults
@@ -237,11 +237,11 @@ def _compose_with_hydra(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
         if (name := line.options["config_name"]) is not None:
             given.append(f"-cn {name}")
         why = f"Hydra cannot use it ({describe_error(error)})"
-        raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or leave it out") from error
+        raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or remove it") from error
 
 
 def _user_folders(line: CommandLine) -> list[Path]:
-    """The user's own folders of configuration files, beside `conf/`."""
+    """The user's own folders of configuration files, in addition to `conf/`."""
     given = line.overrides.get("hydra.searchpath")
     entries = given if isinstance(given, list) else []
     paths = [line.options["config_path"], line.options["config_dir"]]
@@ -275,7 +275,7 @@ def _search_path_setting(line: CommandLine, primary: DictConfig | None) -> list[
 
 
 def _check_search_path(primary: DictConfig | None, chosen: Sequence[str]) -> None:
-    """Raises InputError for a search path that is no folder, but a package: to look for files in it imports it."""
+    """Raises InputError for a package in the search path, as looking for files in it would import it."""
     entries = [choice.partition("=")[2] for choice in chosen if key_of(choice) == "hydra.searchpath"]
     if primary is not None and (given := OmegaConf.select(primary, "hydra.searchpath")) is not None:
         entries += map(str, given)
@@ -322,8 +322,8 @@ def strip_foreign_keys(command: str, cfg: DictConfig) -> None:
 
 
 def command_settings(kind: type[T], command: str, cfg: DictConfig) -> T:
-    """The settings of `command` beside those of a training, taken out of `cfg`; any that a recipe lacks are as in
-    `conf/COMMAND.yaml`. Raises InputError, as `from_cfg`."""
+    """The settings of `command` that a training lacks, taken out of `cfg`; any that a recipe lacks are as in
+    `conf/COMMAND.yaml`. Raises InputError, as `from_cfg` does."""
     text = resources.files("gpipe_cli.conf").joinpath(f"{command}.yaml").read_text(encoding="utf-8")
     defaults = OmegaConf.create(text.partition("\nhydra:")[0])
     with open_dict(cfg):
@@ -335,7 +335,7 @@ def training_config(cfg: DictConfig, overrides: Mapping[str, object]) -> tuple[T
     """The training that `cfg` describes, and the keys of its `auto` settings, for which `substitute_auto` has set
     numbers.
 
-    `overrides`: the typed settings. Raises InputError, as `from_cfg`.
+    `overrides`: the typed settings. Raises InputError, as `from_cfg` does.
     """
     if (key := overridden_batch_key(overrides)) is not None:  # the value replaced is a default or a preset's
         OmegaConf.update(cfg, key, None, force_add=True)
@@ -348,9 +348,9 @@ def training_config(cfg: DictConfig, overrides: Mapping[str, object]) -> tuple[T
 
 
 def apply_overrides(saved: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run, with the settings in `overrides` in place of its own.
+    """The configuration of a run, with the settings in `overrides` replacing its own.
 
-    A group given as the choice that the run already has keeps the run's settings. Raises InputError, as `from_cfg`.
+    A group given as the run's choice keeps the run's settings. Raises InputError, as `from_cfg` does.
     """
     values = plain_values(OmegaConf.create(asdict(saved)))
     saved_dataset = dict(values["dataset"])
@@ -390,8 +390,8 @@ def _set_vocabulary_size(cfg: DictConfig, overrides: Mapping[str, object]) -> No
 
 def _resolve_preprocessing(cfg: DictConfig, overrides: Mapping[str, object]) -> TrainConfig:
     """The training that `cfg` describes. What is null of dataset.mean, std and interpolation becomes what its initial
-    weights were trained with, or else the default. With pretrained weights dataset.image_size becomes theirs, too,
-    unless it was typed or a file of the user's sets another than `conf/dataset`. Raises InputError, as `from_cfg`."""
+    weights were trained with, or else the default. With pretrained weights dataset.image_size also becomes theirs,
+    unless it was typed or a user's file sets another than `conf/dataset`. Raises InputError, as `from_cfg` does."""
     if OmegaConf.select(cfg, "dataset.name") not in IMAGE_DATASETS:
         return from_cfg(TrainConfig, cfg)
     unset = [key for key in PREPROCESSING_KEYS if OmegaConf.select(cfg, f"dataset.{key}") is None]

@@ -88,9 +88,9 @@ def _check_comparable(config: TrainConfig, settings: CheckSettings) -> None:
         (single_stage, "partitions", "needs a pipeline of two stages or more; use partitions=2"),
         (config.replicas > 1, "replicas", "compares one pipeline; use replicas=1"),
         (config.compile, "compile", "compares the layers as they are; use compile=false"),
-        (config.init_from is not None, "init_from", "compares at the initial weights; leave it out"),
-        (config.stages_per_process is not None, "stages_per_process", "has a stage in each process; leave it out"),
-        (config.schedule_is_file, "schedule", "tries gpipe and 1f1b; leave it out"),
+        (config.init_from is not None, "init_from", "compares at the initial weights; remove it"),
+        (config.stages_per_process is not None, "stages_per_process", "has a stage in each process; remove it"),
+        (config.schedule_is_file, "schedule", "tries gpipe and 1f1b; remove it"),
     ):
         if wrong:
             raise InvalidSettingError(key, getattr(config, key), f"{against} {why}")
@@ -99,7 +99,7 @@ def _check_comparable(config: TrainConfig, settings: CheckSettings) -> None:
 
 
 class _CrossCheck:
-    """All contestants: ours with each of `REFERENCES`, those of the other program, and plain PyTorch."""
+    """All contestants: ours with each of `REFERENCES`, the other program's, and plain PyTorch."""
 
     def __init__(self, config: TrainConfig, settings: CheckSettings, files: Path) -> None:
         distributed = settings.against == "torch"

@@ -25,8 +25,8 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural
 
-_DOMINANT_FRACTION = 0.9  # share of the work on one of several processes above which a line says so; our choice
-_IMBALANCE_RATIO = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
+_DOMINANT_FRACTION = 0.9  # share of the work on one of several processes above which a line is printed; our choice
+_IMBALANCE_RATIO = 1.1  # ratio of the largest to the mean work of a process above which a line is printed; our choice
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _threads_note(config: TrainConfig, processes: int) -> Iterator[tuple[str, st
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:
-        yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses anew"
+        yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses again"
 
 
 def _preprocessing_note(config: TrainConfig) -> Iterator[tuple[str, str]]:

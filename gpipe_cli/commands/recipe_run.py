@@ -80,7 +80,7 @@ def run_forked(console: Console, command: Sequence[str], log: IO[str]) -> None:
 
 
 def check_known(recipe: Recipe, given: Sequence[str]) -> None:
-    """Raises InvalidValueError for what is no setting, whatever data set and model the scale brings."""
+    """Raises InvalidValueError for unknown settings, whatever data set and model the scale brings."""
     try:
         _trees(recipe.name, recipe.folder).compose([setting for setting in given if only_command_of(setting) is None])
     except InvalidValueError:

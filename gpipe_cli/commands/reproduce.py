@@ -37,7 +37,7 @@ from gpipe_cli.system.files import contents, read_text, write_atomic
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.units import duration
 
-HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers beside ours.
+HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers next to ours.
 
 Usage: gpipe reproduce                               lists the recipes
        gpipe reproduce NAME [setting=value ...]      runs one
@@ -52,19 +52,19 @@ Settings
   any other  goes to every command of the recipe: seed=1, batch_size=64; numbers of another size than the paper's
              are then not compared with it
 
-Writes reproduction.md, reproduction.json and log.txt, beside the runs themselves. Several recipes have a folder each,
-beside report.html about all of them, and README.md once every recipe is done.
+Writes reproduction.md, reproduction.json and log.txt, next to the runs themselves. Several recipes have a folder each,
+next to report.html about all of them, and README.md once every recipe is done.
 
 Examples
   gpipe reproduce table2_amoebanet
   gpipe reproduce transfer_cifar10 scale=paper dataset.root=data
   gpipe reproduce all scale=smoke                                   tries every recipe within minutes
   gpipe reproduce all scale=small run_folder=outputs/paper           begins, or continues after an interruption
-  gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
+  gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is also a configuration
 """
 UNSUPPORTED = {
     **dict.fromkeys(("resume", "hydra.sweep.dir"), "a recipe makes its own folders; give output=FOLDER"),
-    "quiet": "a recipe's commands print into log.txt; leave it out",
+    "quiet": "a recipe's commands print into log.txt; remove it",
     "dry_run": "a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true",
 }
 USAGE_HINT = "gpipe reproduce NAME runs one, gpipe reproduce all runs all"
@@ -82,11 +82,11 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
         folder = find_config_dir(arguments[1])
         arguments = arguments[3:]
-    # a path such as ../micro_batches=4 is no setting
+    # a path such as ../micro_batches=4 is not a setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
         if argument.startswith("-"):
-            raise InputError(f"{argument}: there is no such option; gpipe reproduce --help names all")
+            raise InputError(f"{argument}: no such option; gpipe reproduce --help names all")
         if argument.startswith("~"):
             raise InputError(f"{argument}: settings cannot be removed; write NAME setting=value, or use gpipe train")
     line = parse_command_line("reproduce", [argument for argument in arguments if argument not in rest])
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         show_line(console, f"{USAGE_HINT}; gpipe reproduce --help")
         return 0
     if folder != RECIPES_DIR and len(rest) > 1:
-        raise InputError(f"{rest[1]}: your own recipes run one at a time; leave it out")
+        raise InputError(f"{rest[1]}: your own recipes run one at a time; remove it")
     every = rest == [ALL] and folder == RECIPES_DIR
     chosen = [read_recipe(name, folder) for name in (recipe_names() if every else dict.fromkeys(rest))]
     given = tuple(setting for setting in keep_last(line.typed) if key_of(setting) not in defaults)
@@ -221,7 +221,7 @@ def _reproduce_several(
 
 
 def _recreate_folder(folder: Path) -> None:
-    """Make the folder of a recipe, in place of what an interrupted or failed run of it has left: its log is the first
+    """Make the folder of a recipe, replacing what an interrupted or failed run of it has left: its log is the first
     file there. Raises InputError for anything else."""
     has_files = any(not path.is_dir() for path in folder.rglob("*"))
     if folder.is_symlink() or (has_files and not (folder / LOG).is_file()):

@@ -48,8 +48,8 @@ def load_run(
     add: Callable[[str], str] = format_target_setting,
     fallbacks: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """`load` of the run in `folder`, with the absolute path of its data: a relative dataset.root is that of the working
-    directory in which the run was started, unless there is nothing any more; then it is that of this command's."""
+    """`load_run_config` of the run in `folder`. A relative dataset.root starts from the working directory in which the
+    run was started or, if there is nothing any more, from this command's."""
     config = load_run_config(folder, target, add, fallbacks)
     result = run_result_or_none(folder)
     root, started_in = config.dataset.root, result.starts[-1].folder if result and result.starts else ""

@@ -22,7 +22,7 @@ _VALUE_ALIASES = {
     **dict.fromkeys(("model=gpt2*", "model=bert-*", "model=t5-*"), "model=hf model.name={}"),
     **dict.fromkeys(
         (f"model={name}*" for name in ("llama", "mistral", "qwen", "gemma", "olmo", "phi", "bert", "t5", "flan-t5")),
-        "model=hf model.name=FOLDER, that of its config.json, or its name on the hub",
+        "model=hf model.name=FOLDER, which holds its config.json, or its name on the hub",
     ),
 }
 

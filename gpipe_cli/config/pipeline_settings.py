@@ -77,7 +77,7 @@ class PipelineSettings:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
+        """Whether the schedule may split backwards into the inputs' and the weights' (zero bubble)."""
         return not self.compile and (self.schedule in SCHEDULES_THAT_SPLIT or self.schedule_is_file)
 
     @property
@@ -103,9 +103,9 @@ class PipelineSettings:
             allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
             raise InvalidSettingError("placement", placement, f"{allowed}; for example placement=looped")
         if self.schedule_is_file:
-            why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
+            why = f"schedule={self.schedule} assigns the stages to devices; remove one of the two"
             raise InvalidSettingError("placement", placement, why)
         placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
         if placed not in (None, placement):
-            why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
+            why = f"schedule={self.schedule} is made for placement={placed}; remove one of the two"
             raise InvalidSettingError("placement", placement, why)

@@ -80,12 +80,12 @@ def unknown_setting_error(key: str, value: object, choices: Sequence[str]) -> In
         why = "the given configuration is not based on gpipe's own"
         return InvalidValueError(key, value, f"{why}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
-        return InvalidSettingError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
+        return InvalidSettingError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; remove it")
     ours = ALIASES.get(key.rpartition(".")[2])
     elsewhere = (
         f"; write {ours}={format_value(value)}" if ours else suggest_nearest(key, _settings_accepting(value, choices))
     )
-    return InvalidValueError(key, value, f"there is no such setting{elsewhere}; --cfg job lists all")
+    return InvalidValueError(key, value, f"no such setting{elsewhere}; --cfg job lists all")
 
 
 def _settings_accepting(value: object, keys: Sequence[str]) -> list[str]:
@@ -183,7 +183,7 @@ def _convert_plain(kind: Any, value: Any, key: str, *_: Any) -> Any:
     if plain is float or type(value) is not plain:  # not isinstance: True is an int
         raise InvalidValueError(key, value, f"must be {wanted[plain]}")
     if plain is str and not is_one_line(value):
-        why = "must be a text of one line that is not empty; give another, or leave it out"
+        why = "must be a text of one line that is not empty; give another, or remove it"
         raise InvalidValueError(key, value, why)
     return value
 
@@ -205,7 +205,7 @@ def _is_item(kind: Any, value: Any) -> bool:
 
 
 def _check_bounds(key: str, number: float, bounds: Range, list_length: int = 0) -> None:
-    """Raises InvalidValueError for a number outside of its bounds, perhaps of a list of so many."""
+    """Raises InvalidValueError for a number out of its bounds, perhaps in a list of length `list_length`."""
     above = number > bounds.maximum or (bounds.exclusive_max and number == bounds.maximum)
     if not above and number >= bounds.minimum:
         return

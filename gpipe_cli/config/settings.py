@@ -1,8 +1,8 @@
 """The settings of an experiment: K, M and the schedule (section 2 of the paper) and what is trained (sections 3 to 5).
 
 The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Commands convert Hydra's tree into
-dataclasses at once, so that no later code has to check whether a key exists. This module does not import torch:
-`--help` and `--cfg job` must answer at once.
+dataclasses immediately, so that no later code has to check whether a key exists. This module does not import torch:
+`--help` and `--cfg job` must answer immediately.
 """
 
 import io
@@ -84,7 +84,7 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         if self.balance is not None and self.method != "exact":
-            why = "partition.balance says where to cut already; leave one of the two out"
+            why = "partition.balance already sets the cut; remove one of the two"
             raise InvalidSettingError("partition.method", self.method, why)
         if self.costs is not None and not any(self.costs):
             raise InvalidSettingError(
@@ -119,7 +119,7 @@ class TrainConfig(PipelineSettings):
     partition: PartitionConfig = field(metadata=STEP)
     preset: str | None = field(metadata=LAYERS)
     batch_size: BatchSize | None = field(metadata=STEP)  # N, samples of the whole mini-batch
-    batch_tokens: Count | None = field(metadata=STEP)  # most tokens of a mini-batch; for text, in place of batch_size
+    batch_tokens: Count | None = field(metadata=STEP)  # most tokens of a mini-batch; for text, instead of batch_size
     epochs: Count = field(metadata=COURSE)
     max_steps: Count | None = field(metadata=INVOCATION)
     gradient_clipping: NotNegative = field(metadata=STEP)  # 0: off
@@ -158,7 +158,7 @@ class TrainConfig(PipelineSettings):
         self._check_schedule()
         self._check_compile()
         if self.resume == RESUME_AUTO and self.run_folder is None:
-            why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
+            why = "starts in run_folder, or resumes the run there, and run_folder=null; add run_folder=FOLDER"
             raise InvalidSettingError("resume", self.resume, why)
 
     def _check_compile(self) -> None:
@@ -169,7 +169,7 @@ class TrainConfig(PipelineSettings):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
             raise InvalidSettingError("compile", True, f"{why}; use compile=false")
         if isinstance(self.model, groups.AmoebaNetConfig) and self.model.drop_path:
-            why = f"model.drop_path={self.model.drop_path:g} grows in every step, which would be compiled anew"
+            why = f"model.drop_path={self.model.drop_path:g} grows in every step, which would be compiled again"
             raise InvalidSettingError("compile", True, f"{why}; use model.drop_path=0 or compile=false")
 
     def _check_fine_tuning(self) -> None:
@@ -241,13 +241,13 @@ class TrainConfig(PipelineSettings):
         tokens, samples = self.batch_tokens, self.batch_size
         m, r = self.micro_batches, self.replicas
         if tokens is not None and not self.text:
-            raise InvalidSettingError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
+            raise InvalidSettingError("batch_tokens", tokens, "images have no tokens; remove it and use batch_size")
         if (samples is None) == (tokens is None):
             why = "both are given; add batch_tokens=null or batch_size=null"
-            why = why if samples else "neither is given, which says how large a mini-batch is; add batch_size=32"
+            why = why if samples else "neither is given, so a mini-batch has no size; add batch_size=32"
             raise InputError(f"batch_size={format_value(samples)}, batch_tokens={format_value(tokens)}: {why}")
         if tokens is not None and self.dataset.drop_last:
-            why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; leave it out"
+            why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; remove it"
             raise InvalidSettingError("dataset.drop_last", True, why)
         if tokens is not None and self.learning_rate.name == "paper":
             why = f"is so much per sample, and batch_tokens={tokens} counts tokens; use learning_rate=inverse_sqrt"
@@ -422,7 +422,7 @@ def _count_classes(dataset: dict[str, Any]) -> None:
 
 
 def to_plain_dict(cfg: DictConfig | ListConfig) -> dict[str, Any]:
-    """Hydra's tree as plain values. Raises InputError, as `resolve_value`."""
+    """Hydra's tree as plain values. Raises InputError, as `resolve_value` does."""
     return dict(resolve_value(cfg))
 
 
@@ -456,7 +456,7 @@ def load_yaml(file: Path) -> DictConfig:
     has more than 20 aliases: a few lines of them can expand to more than fits in memory."""
     try:
         text = read_text(file, _MAX_YAML_BYTES)
-        yaml.compose(text)  # RecursionError at once for deep nesting, which `parse` takes minutes for
+        yaml.compose(text)  # an immediate RecursionError for deep nesting, which `parse` takes minutes for
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MAX_ALIASES:
             raise yaml.YAMLError(f"more than {_MAX_ALIASES} aliases, *name; write the values in their place")
         if _LONG_NUMBER.search(text):
@@ -548,40 +548,40 @@ def load_run_config(
     remedy: Callable[[str], str] = format_target_setting,
     fallbacks: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, in place of the
+    """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, instead of the
     run's own; `remedy`: what a caller has to add who has not; `fallbacks`: as of `read_config`. Raises InputError for
     what `allow_target` refuses, and for a target if the run calls no function."""
     config = read_config(path, fallbacks)
     if (saved := target_of(config)) is not None:
         return allow_target(config, target, path, remedy(saved))
     if target is not None:
-        why = f"the run in {path} has model={groups.group_choice(config.model)}, which calls no function; leave it out"
+        why = f"the run in {path} has model={groups.group_choice(config.model)}, which calls no function; remove it"
         raise InvalidSettingError(groups.TARGET, target, why)
     return config
 
 
 def allow_target(config: TrainConfig, target: str | None, named_in: Path, remedy: str) -> TrainConfig:
     """The configuration, which the files in `named_in` describe, if its code may be run: a file is data, and a function
-    that it names is imported and called only if the caller names it, too: `target`, which takes its place. Raises
+    that it names is imported and called only if the caller also names it: `target`, which takes its place. Raises
     InvalidSettingError, whose message ends with `remedy`."""
     if not isinstance(config.model, groups.CustomConfig):
         return config
     if target is None:
-        why = f"{named_in} names this function, and what a file names is run only if you name it, too"
+        why = f"{named_in} names this function, and what a file names is run only if you also name it"
         raise InvalidSettingError(groups.TARGET, config.model.target, f"{why}; if you trust it, add {remedy}")
     return replace(config, model=replace(config.model, target=target))
 
 
 def load_recipe(file: Path) -> dict[str, Any]:
     """A recipe's own settings, merged over the `family/` files that its defaults list; without gpipe's defaults. Raises
-    InputError if it cannot be read, or is no recipe."""
+    InputError if it cannot be read, or is not a recipe."""
     try:
         recipe = OmegaConf.load(file)
     except (OSError, yaml.YAMLError) as error:
         why = (isinstance(error, OSError) and error.strerror) or error_text(error)
         raise InputError(f"{file}: cannot be read ({why}); give the file of a recipe, -cd FOLDER -cn NAME") from error
     if not isinstance(recipe, DictConfig) or not {"defaults", "recipe"} <= recipe.keys():
-        raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
+        raise InputError(f"{file}: is not a recipe, as it has no defaults or no node recipe; see gpipe's own")
     families = [entry for entry in recipe.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
     merged = OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe)
     return dict(update_words(to_plain_dict(merged)))
@@ -618,7 +618,7 @@ def find_run(key: str, run: str, output: str) -> Path:
     below = newest_runs(folder) if run else []
     newest = ", ".join(map(str, below or newest_runs(Path(output))))
     remedy = f"the newest runs {'in it ' if below else ''}are {newest}"
-    remedy = remedy if newest else f"there is no run in {output} either"
+    remedy = remedy if newest else f"{output} holds no run either"
     raise InputError(f"{key}={run}: no run there (looked for {folder / CONFIG_FILE}); {remedy}")
 
 
@@ -633,7 +633,7 @@ def resume_or_restart(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def run_folders_in(folder: Path) -> list[Path]:
-    """The run folders in an output folder, including those of its sweeps, which lie one level deeper."""
+    """The run folders in an output folder, including its sweeps', one level deeper."""
     return [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{CONFIG_FILE}")]
 
 

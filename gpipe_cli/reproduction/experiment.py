@@ -78,14 +78,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """A table, or a table for each member of a list. Its rows have values of their own, such as the paper's, or are
+    """A table, or a table for each member of a list. Its rows have values, such as the paper's, or are
     computed; without rows it is left out."""
 
     title: str
     rows: tuple[dict[str, Any], ...] = ()
     rows_from: str | None = None  # the key of rows that are computed
     each: str | None = None  # the key of a list, whose members have the key `rows_from`
-    columns: tuple[ColumnSpec, ...] = ()  # (): those of the experiment
+    columns: tuple[ColumnSpec, ...] = ()  # (): the experiment's
     name: str | None = None
     settings: tuple[str, ...] = ()  # settings of all its runs
     at_small: tuple[int, ...] | None = None  # the numbers of the rows at scale=small, from 0; None: all
@@ -103,7 +103,7 @@ class Experiment:
 
     tables: tuple[TableSpec, ...]
     runs: tuple[Run, ...] = ()
-    columns: tuple[ColumnSpec, ...] = ()  # columns of the tables that have none of their own
+    columns: tuple[ColumnSpec, ...] = ()  # columns of the tables without columns
     notes: tuple[Note, ...] = ()
     varied: tuple[str, ...] = ()  # the keys of rows that are settings: `partitions`
     refused: dict[str, str] | None = None  # settings that the user cannot give, and why
@@ -117,7 +117,7 @@ class Experiment:
         """Run everything. Raises InputError for bad input, as the commands do, and for a setting that the tables do
         not allow."""
         if self.computes is not None and self.computes not in COMPUTED:
-            raise InputError(f"computes: {self.computes}: there is no such function; choose {', '.join(COMPUTED)}")
+            raise InputError(f"computes: {self.computes}: no such function; choose {', '.join(COMPUTED)}")
         shown = [table for table in self.tables if table.at(runner.scale)]
         tables: list[dict[str, Any]] = [
             {"name": table.name, "settings": table.settings, "rows": table.at(runner.scale),
@@ -158,7 +158,7 @@ class Experiment:
             if self.refused is not None and key in self.refused:
                 values = [*dict.fromkeys(str(row[key]) for row in rows if key in row)]
                 why = self.refused[key].format(values=", ".join(values), last=values[-1] if values else "")
-                raise InputError(f"{setting.lstrip('+')}: {why}; leave it out")
+                raise InputError(f"{setting.lstrip('+')}: {why}; remove it")
         missing = {
             key: why for key, why in (self.required or {}).items() if runner.setting_value(key) in (None, "null")
         }
@@ -201,7 +201,7 @@ class Experiment:
 
     def _measure(self, run: Run, table: Values, results: Values, runner: Runner) -> None:
         """Measure the rows whose stages each have a device. Rows that differ in the settings of the sweep alone are a
-        sweep; the results of an impossible sweep say why."""
+        sweep; the results of an impossible sweep have the reason."""
         sweeps: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in table["rows"]:
             if _devices(row) <= results["devices"]:
@@ -232,7 +232,7 @@ def _devices(row: Values) -> int:
 @contextlib.contextmanager
 def _exchange_through_host() -> Iterator[None]:
     """Make the GPUs of commands exchange tensors through host memory. Commands inherit the environment variable;
-    workers inherit that of their fork server, which is therefore restarted."""
+    workers inherit their fork server's, which is therefore restarted."""
     before = os.environ.get(DISABLE_P2P)
     fork_server.kill()
     os.environ[DISABLE_P2P] = "1"

@@ -103,10 +103,10 @@ class Recipe:
         for setting in given:
             key = key_of(setting)
             if key.partition(".")[0] == "recipe":
-                raise InputError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
+                raise InputError(f"{setting}: what a recipe states about the paper cannot be set; remove it")
             if only_command_of(setting) is not None and key not in self.keys:
                 belongs = f"{self.name} does not take this setting of gpipe {only_command_of(setting)}"
-                raise InputError(f"{setting}: {belongs}; leave it out")
+                raise InputError(f"{setting}: {belongs}; remove it")
 
     def reproduce(self, runner: Runner, why: str) -> Reproduction:
         """Run the recipe's commands by ``runner``; ``why``: the reason for its scale.
@@ -176,7 +176,7 @@ def read_recipe(name: str, folder: Path = RECIPES_DIR) -> Recipe:
     """The recipe in the file <name>.yaml of a folder. Raises InputError if there is none."""
     recipes = recipe_names()
     if folder == RECIPES_DIR and name not in recipes:
-        none = f"{format_value(name) or repr(name)}: there is no such recipe"
+        none = f"{format_value(name) or repr(name)}: no such recipe"
         raise InputError(f"{none}{suggest_nearest(name, recipes)}; choose one of {', '.join(recipes)}")
     tree = load_recipe(folder / f"{name}.yaml")
     node = tree.pop("recipe")
@@ -198,4 +198,4 @@ def explain_error(
     group = next((setting for setting in user_settings if key_of(setting) == key.partition(".")[0]), None)
     if group is None:
         return f"{error} ({place})"
-    return f"{str(error).removesuffix('; leave it out')} ({place}, which does not go with {group})"
+    return f"{str(error).removesuffix('; remove it')} ({place}, which does not go with {group})"

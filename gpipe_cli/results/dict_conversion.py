@@ -18,7 +18,7 @@ TEXT_FIELD: Mapping[str, bool] = {"text": True}
 
 
 def to_dict(value: Any, text: bool) -> Any:
-    """`value` with its dataclasses as dictionaries: if `text`, without fields of images, else without those of text."""
+    """`value` with its dataclasses as dictionaries: if `text`, without fields of images, else of text."""
     match value:
         case list() | tuple():
             return [to_dict(item, text) for item in value]

@@ -60,7 +60,7 @@ class Metric:
     """A number of a run, a plan or a row of bench.json."""
 
     key: str  # the key in CSV and JSON, and the topic of `gpipe help`
-    name: str  # the name in a sentence, or in a row of its own
+    name: str  # the name in a sentence, or in its own row
     heading: str  # the heading of a column
     unit: Unit
     description: str  # meaning, and how it is measured
@@ -184,7 +184,7 @@ _LIST = (
             "Speed-up divided by the ratio of the numbers of devices; unknown where stages share a device or cores "
             "(gpipe compare).", direction="more", short_heading="effi-\nciency %"),
     Metric("relative", "relative speed", "relative", FACTOR,
-            "Speed of a row of bench.json divided by that of one device with the whole mini-batch, nothing recomputed "
+            "Speed of a row of bench.json divided by one device's with the whole mini-batch, nothing recomputed "
             "and all threads of the machine (in a recipe: of its first row): the median over the rounds.",
             path="relative", direction="more"),
     Metric("bubble_ideal", "bubble, ideal", "bubble ideal", SHARE,
@@ -256,7 +256,7 @@ def select_metrics(*keys: str) -> list[Metric]:
 
 
 def hparam_metrics(task: Task) -> list[Metric]:
-    """The measures in TensorBoard's tab HParams: first those of `task`, then those of other tasks."""
+    """The measures in TensorBoard's tab HParams: first the ones of `task`, then of other tasks."""
     metrics = [metric for metric in _LIST if metric.hparam]
     return sorted(metrics, key=lambda metric: task not in metric.tasks)
 

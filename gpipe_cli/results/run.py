@@ -39,7 +39,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
-    other: int  # the rest of the peak; negative if not all parts were in memory at once
+    other: int  # the rest of the peak; negative if not all parts were in memory at the same time
     peak: int
 
 
@@ -113,7 +113,7 @@ class Restart:
     """An automatic restart of the run after a failure (max_restarts)."""
 
     why: str  # one line
-    step: int  # optimizer steps done in the checkpoint that was resumed; 0 if the run began anew
+    step: int  # optimizer steps done in the checkpoint that was resumed; 0 if the run began again
     partitions: int  # number of partitions since the restart
 
 
@@ -201,7 +201,7 @@ def read_run_result(folder: Path) -> RunResult:
     try:
         return from_dict(RunResult, update_words(tree))
     except TypeError as error:
-        raise InputError(f"{folder / RESULT_FILE}: {error}, so it is not the result of a run; leave it out") from error
+        raise InputError(f"{folder / RESULT_FILE}: {error}, so it is not the result of a run; remove it") from error
 
 
 def run_result_or_none(folder: Path) -> RunResult | None:

@@ -92,7 +92,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("dataset=cldr", "model=amoebanet: takes images, and dataset=cldr is text; use model=transformer_nmt"),
         # (the command itself replaces the preset's batch_tokens)
         ("model=transformer_nmt batch_size=64", "batch_size=64, batch_tokens=2048: both are given; add"),
-        ("placement=v schedule=interleaved", "placement=v: schedule=interleaved is made for placement=looped; leave"),
+        ("placement=v schedule=interleaved", "placement=v: schedule=interleaved is made for placement=looped; remove"),
     ],
 )
 def test_bad_values_are_one_line(overrides: str, line: str) -> None:
