@@ -140,7 +140,7 @@ def parse_command_line(command: str, arguments: Sequence[str], sweep_alternative
 
 
 def find_config_dir(path: str) -> Path:
-    """The folder that the option -cd names: `recipes`, if there is no such folder, stands for gpipe's recipes."""
+    """The folder that the option -cd names: `recipes` stands for gpipe's recipes unless such a folder exists."""
     if path != "recipes" or Path(path).exists():
         return Path(path)
     from gpipe_cli.reproduction.runner import RECIPES_DIR  # here, as it imports what no other command needs

@@ -95,8 +95,8 @@ def _check_folder_free(folder: Path, *, may_exist: bool) -> None:
     names = contents(folder)
     is_run = CONFIG_FILE in names or names <= _BEFORE_CONFIG
     if names and not (may_exist and is_run):
-        what, go_on = ("", f", or resume that run with resume={folder}") if is_run else (" and holds no run", "")
-        use = f"choose another, or leave the setting out{go_on}"
+        what, remedy = ("", f", or resume that run with resume={folder}") if is_run else (" and holds no run", "")
+        use = f"choose another, or remove the setting{remedy}"
         raise InputError(f"run_folder={folder}: the folder is not empty{what}; {use}")
 
 

@@ -178,8 +178,12 @@ def _reproduce_several(
         machine = Machine(console, usable_gpus())
         write_result(folder, request, REQUEST_FILE)
         settings = [setting for setting in (f"scale={recipe_settings.scale}", *given) if setting != "scale=auto"]
-        go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {format_override('run_folder', str(folder))}"
-        print_fields(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
+        continue_command = (
+            shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {format_override('run_folder', str(folder))}"
+        )
+        print_fields(
+            console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", continue_command)]
+        )
         failed: dict[str, str] = {}
         begin = time.monotonic()
         took = stated = 0.0  # seconds: what the recipes run so far took, and what their files state for scale=small
@@ -206,7 +210,7 @@ def _reproduce_several(
                 stated += 60 * recipe.small.minutes
             except KeyboardInterrupt:
                 show_line(console, f"interrupted; what is done stays in {folder}; continue with", "bold yellow")
-                show_line(console, go_on)
+                show_line(console, continue_command)
                 raise
             except (CommandFailedError, InputError) as error:
                 failed[recipe.name] = str(error)
@@ -216,7 +220,9 @@ def _reproduce_several(
         _write_report(folder, failed)  # even if every recipe was done before
         for name, reason in failed.items():
             show_line(console, f"{name} failed: {reason}", "bold red")
-        print_fields(console, [*([("try again", go_on)] if failed else []), ("report", str(folder / REPORT))])
+        print_fields(
+            console, [*([("try again", continue_command)] if failed else []), ("report", str(folder / REPORT))]
+        )
     return 1 if failed else 0
 
 

@@ -83,8 +83,8 @@ class SweepFolder:
         for name in (SWEEP_FILE, *((BENCH_FILE, BENCH_CSV_FILE) if self.command == "bench" else ())):
             if typed and os.path.lexists(folder / name):
                 self.release()
-                what, go_on = ("a sweep", f"resume it with resume={path} or ") if name == SWEEP_FILE else (name, "")
-                raise InputError(f"{setting}: {what} is there already; {go_on}choose another")
+                what, remedy = ("a sweep", f"resume it with resume={path} or ") if name == SWEEP_FILE else (name, "")
+                raise InputError(f"{setting}: {what} is there already; {remedy}choose another")
         self.path = folder
         return folder
 

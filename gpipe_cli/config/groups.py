@@ -1,8 +1,8 @@
 """The settings of the groups that offer choices: model=, dataset=, optimizer=, learning_rate=, hardware=.
 
-In each group, `name` identifies the choice. Models: those of the paper's sections 3 to 5, those of timm and of Hugging
+In each group, `name` identifies the choice. Models: the paper's of sections 3 to 5, timm's and Hugging
 Face, and the user's own. Data sets: the paper's images (section 4) and text (sections 2.2 and 5), and the user's own.
-Optimizers and learning rates: the paper's RMSProp with its decay, and those of its Transformers and of today's models.
+Optimizers and learning rates: the paper's RMSProp with its decay, and what its Transformers and today's models use.
 Hardware: what a plan needs of an accelerator and its link to the next (the paper's: TPUs, and GPUs without a fast
 interconnect, 3 and 3.2).
 """

@@ -1,8 +1,8 @@
 """The settings of an experiment: K, M and the schedule (section 2 of the paper) and what is trained (sections 3 to 5).
 
-The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Commands convert Hydra's tree into
-dataclasses immediately, so that no later code has to check whether a key exists. This module does not import torch:
-`--help` and `--cfg job` must answer immediately.
+The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Commands convert Hydra's
+configuration into dataclasses immediately, so that no later code has to check whether a key exists. This module does
+not import torch: `--help` and `--cfg job` must answer immediately.
 """
 
 import io
@@ -378,14 +378,14 @@ def overridden_batch_key(given: Mapping[str, object]) -> str | None:
 
 
 def from_cfg(kind: type[T], cfg: DictConfig) -> T:
-    """Converts Hydra's tree into the dataclass `kind` and those nested in it. Raises InputError, as `from_values` and
-    `to_plain_dict` do."""
+    """Converts Hydra's configuration into the dataclass `kind` and those nested in it. Raises InputError for
+    invalid settings, and for an interpolation that cannot be resolved."""
     return from_values(kind, to_plain_dict(cfg))
 
 
 def from_values(kind: type[T], values: dict[str, Any]) -> T:
     """Converts plain values into the dataclass `kind` and those nested in it. Counts the class folders of
-    dataset=image_folder, once per run. Raises InputError, as `parse_config` does."""
+    dataset=image_folder, once per run. Raises InputError for invalid settings."""
     if isinstance(dataset := values.get("dataset"), dict) and dataset.get("name") == "image_folder":
         _count_classes(dataset)
     try:
@@ -422,13 +422,13 @@ def _count_classes(dataset: dict[str, Any]) -> None:
 
 
 def to_plain_dict(cfg: DictConfig | ListConfig) -> dict[str, Any]:
-    """Hydra's tree as plain values. Raises InputError, as `resolve_value` does."""
+    """Hydra's configuration as plain values. Raises InputError if an interpolation cannot be resolved."""
     return dict(resolve_value(cfg))
 
 
 def resolve_value(value: Any) -> Any:
-    """A value of Hydra's tree as a plain value. Raises InputError if an interpolation such as `${output}` cannot be
-    resolved."""
+    """A value of Hydra's configuration as a plain value. Raises InputError if an interpolation such as `${output}`
+    cannot be resolved."""
     try:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
@@ -446,7 +446,7 @@ def fallback_values(config: TrainConfig) -> dict[str, Any]:
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:
-    """A tree as plain values, with interpolations such as `${oc.env:HOME}` as the texts that they are written as."""
+    """A configuration as plain values, with interpolations such as `${oc.env:HOME}` as they are written."""
     values: Any = OmegaConf.to_container(cfg)
     return dict(values)
 
@@ -530,7 +530,7 @@ def read_config(path: Path, fallbacks: Mapping[str, Any] | None = None) -> Train
 
 
 def format_target_setting(*targets: str) -> str:
-    """What is typed to name the functions of a run, or of the runs of a sweep, once more."""
+    """What users type to name again the functions of a run, or of the runs of a sweep."""
     if not all(map(str.isascii, targets)):  # Hydra's grammar takes such letters in quotes only
         targets = tuple(map(quote, targets))
     setting = f"{groups.TARGET}={','.join(targets)}"

@@ -83,7 +83,7 @@ class Recipe:
     hardware: str  # the hardware that the paper used
     needs: Needs
     small: SmallScale
-    smoke: tuple[str, ...]  # settings added to those of scale=small, so that the recipe runs within seconds
+    smoke: tuple[str, ...]  # settings added to scale=small's, so that the recipe runs within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
     experiment: Experiment
 
@@ -189,7 +189,7 @@ def explain_error(
     error: InvalidSettingError, user_settings: Sequence[str], scale_settings: Sequence[str], keys: Sequence[str]
 ) -> str:
     """The message of a refused setting, with the setting's origin if the user did not give it.
-    ``scale_settings``: the recipe's settings at this scale; ``keys``: those of its file and of the last command."""
+    ``scale_settings``: the recipe's settings at this scale; ``keys``: its file's and the last command's."""
     key = error.key
     of_scale = key in map(key_of, scale_settings)
     if key in map(key_of, user_settings) or not (of_scale or key in keys):

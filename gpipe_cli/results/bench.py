@@ -17,7 +17,7 @@ class BenchRow:
     partitions: int | str | None
     micro_batches: int | str | None
     status: str  # measured, impossible, out_of_memory, failed, interrupted
-    reason: str | None  # why there is no number
+    reason: str | None  # why the cell has no number
     samples_per_second: float | None
     samples_per_second_quartiles: tuple[float, ...] | None
     rounds_measured: int

@@ -1,7 +1,7 @@
-"""The measures that runs are judged by, an entry for each: name, unit, meaning, and path in the results.
+"""The metrics of runs, an entry for each: name, unit, meaning, and path in the results.
 
-Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: the path, heading and format of
-a measure are here only.
+Tables, summaries, comparisons, curves and `gpipe help` choose metrics by their keys: the path, heading and format of
+a metric are here only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,7 +85,7 @@ class Metric:
         return max(value, default=None) if isinstance(value, tuple | list) else value
 
     def format(self, value: Any) -> str:
-        """`value` with the unit of this measure; `-` for None."""
+        """`value` with the unit of this metric; `-` for None."""
         return "-" if value is None else self.unit.full(value)
 
     def text(self, result: Any) -> str:
@@ -251,18 +251,18 @@ TRAIN_LOSS = METRICS["train_loss"].tag
 
 
 def select_metrics(*keys: str) -> list[Metric]:
-    """The measures with these keys, in this order."""
+    """The metrics with these keys, in this order."""
     return [METRICS[key] for key in keys]
 
 
 def hparam_metrics(task: Task) -> list[Metric]:
-    """The measures in TensorBoard's tab HParams: first the ones of `task`, then of other tasks."""
+    """The metrics in TensorBoard's tab HParams: first the ones of `task`, then of other tasks."""
     metrics = [metric for metric in _LIST if metric.hparam]
     return sorted(metrics, key=lambda metric: task not in metric.tasks)
 
 
 def explain_metric(metric: Metric) -> str:
-    """The text of `gpipe help KEY`: the measure's meaning, unit, better direction, and where it is found."""
+    """The text of `gpipe help KEY`: the metric's meaning, unit, better direction, and where it is found."""
     units = {SHARE: "a share from 0 to 1", STEP: "seconds", SECONDS: "seconds", BYTES: "bytes", RATE: "per second"}
     places = [f"result.json: {metric.path}"] * bool(metric.path) + [f"TensorBoard: {metric.tag}"] * bool(metric.tag)
     sentences = [metric.description, f"Unit: {units[metric.unit]}." if metric.unit in units else ""]
