@@ -77,7 +77,7 @@ def result(run_folder: str | PathLike[str]) -> dict[str, str | int | float | Non
     Args:
         run_folder: the folder of a `gpipe train` or `gpipe bench` run.
 
-    Raises InputError, one line, if the folder does not hold one run, or its result cannot be read.
+    Raises InputError if the folder does not hold a run, or its result cannot be read.
     """
     from gpipe_cli.reporting.compare.run_record import flat_result
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
     request = _make_request(cfg, line.overrides)
     if line.overrides.get("rounds", 1) != 1:  # typed; a recipe's own rounds apply when it is swept
-        raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to take turns with; add -m")
+        raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to alternate with; add -m")
     return start_run(request, "bench", *arguments)
 
 

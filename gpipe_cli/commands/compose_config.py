@@ -157,7 +157,7 @@ def _run_hydra_program(line: CommandLine) -> None:
 
 
 class ConfigComposer:
-    """The configurations of a command line or of a sweep's runs. Hydra takes 0.1 to 0.2 s for one, so each choice of
+    """The configurations of a command line or of a sweep's runs. Hydra takes 0.1 to 0.2 s for each, so a choice of
     groups is composed once, and the other settings are set in a copy.
 
     `keys`: the settings that the command takes in addition to its own (`COMMAND_ONLY`).

@@ -109,7 +109,7 @@ def contains_only_run_files(folder: Path) -> bool:
 
 @contextmanager
 def lock_folder(chosen: Path, setting: str, *, new: bool, timeout_seconds: float = 0.0) -> Iterator[Path]:
-    """The folder `chosen`, created if need be (if it must be `new` but exists, one of `numbered_paths`), and locked.
+    """The folder `chosen`, created if need be (if it must be `new` but exists, a `numbered_paths`), and locked.
 
     Afterwards it is removed if it was created here and is empty, with the folders above that were created for it.
     Errors begin with `setting`; `timeout_seconds`: how long to wait for a command that may be ending. Raises

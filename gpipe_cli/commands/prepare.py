@@ -144,15 +144,15 @@ def _preprocessing_text(images: ImagesConfig | Preprocessing) -> str:
 
 
 def _device_sharing_note(layout: Layout) -> Iterator[tuple[str, str]]:
-    """A line of the banner if stages or threads take turns, so that a measurement is not a pipeline's speed."""
+    """A line of the banner if stages share a device, or threads a core: then a speed is not a pipeline's."""
     processes = layout.local_processes
     threads, cores = plural(layout.threads, "thread"), plural(usable_cores(), "core")
     if layout.short_of_cores and processes == 1:
-        yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
+        yield "cores", f"{threads} share {cores}; threads={usable_cores()} is faster"
     elif layout.short_of_cores:
-        yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
+        yield "cores", f"{processes} processes of {threads} share {cores}: not a pipeline's speed"
     elif layout.one_device:
-        yield "devices", f"{len(layout.devices)} stages take turns on {layout.devices[0]}: not a pipeline's speed"
+        yield "devices", f"{len(layout.devices)} stages share {layout.devices[0]}: not a pipeline's speed"
 
 
 def _no_effect_notes(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:

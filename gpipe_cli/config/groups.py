@@ -207,7 +207,7 @@ _Deviation = Annotated[float, Range(MIN_FLOAT, 1, suggest=0.5, why="as pixels co
 
 @dataclass(frozen=True, slots=True)
 class AugmentationConfig:
-    random_resized_crop: tuple[_Area, _Area] | None  # least and greatest share of the image's area
+    random_resized_crop: tuple[_Area, _Area] | None  # smallest and largest share of the image's area
     horizontal_flip: bool
     cutout: Pixels  # side of the masked square; 0: off
     shift: Pixels  # most pixels up, down, left or right; 0: off

@@ -103,9 +103,9 @@ class PipelineSettings:
             allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
             raise InvalidSettingError("placement", placement, f"{allowed}; for example placement=looped")
         if self.schedule_is_file:
-            why = f"schedule={self.schedule} assigns the stages to devices; remove one of the two"
+            why = f"schedule={self.schedule} assigns the stages to devices; remove either"
             raise InvalidSettingError("placement", placement, why)
         placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
         if placed not in (None, placement):
-            why = f"schedule={self.schedule} is made for placement={placed}; remove one of the two"
+            why = f"schedule={self.schedule} is made for placement={placed}; remove either"
             raise InvalidSettingError("placement", placement, why)

@@ -1,4 +1,4 @@
-"""Converts nested dictionaries of settings into typed dataclasses; each error is one line.
+"""Converts nested dictionaries of settings into typed dataclasses; each error is a line.
 
 A dataclass declares what a setting may be; an error names the setting, its value, what is allowed and the remedy.
 Values keep the type that YAML or the command line gave them, except that an int is accepted for a float, and a single
@@ -235,8 +235,8 @@ def _group_types(kind: Any) -> list[Any]:
 
 
 def _choose_option(options: Sequence[Any], value: Any) -> Any:
-    """The dataclass whose `name`, a Literal, allows the name in `value`; else, among dataclasses with any text as
-    `name`, the one with most of the other settings."""
+    """The dataclass whose `name`, a Literal, allows the name in `value`; else, of the dataclasses with any text
+    as `name`, whichever has most of the other settings."""
     given = value if isinstance(value, dict) else {}
     hints = {option: get_type_hints(option) for option in options}
     named = [option for option, hint in hints.items() if given.get("name") in get_args(hint["name"])]

@@ -84,7 +84,7 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         if self.balance is not None and self.method != "exact":
-            why = "partition.balance already sets the cut; remove one of the two"
+            why = "partition.balance already sets the cut; remove either"
             raise InvalidSettingError("partition.method", self.method, why)
         if self.costs is not None and not any(self.costs):
             raise InvalidSettingError(

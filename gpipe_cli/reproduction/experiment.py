@@ -30,7 +30,7 @@ class Run:
     name: str  # the key of its result
     command: Literal["train", "evaluate", "bench", "plan", "simulated"]  # simulated: a plan made in this process
     each_row: bool = False
-    sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured in turns
+    sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured alternately
     settings: tuple[str, ...] = ()  # templates; those whose value is missing are left out
     small: tuple[str, ...] = ()  # settings added at scale=small and scale=smoke
     smoke: tuple[str, ...] = ()  # settings added at scale=smoke

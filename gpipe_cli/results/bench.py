@@ -21,7 +21,7 @@ class BenchRow:
     samples_per_second: float | None
     samples_per_second_quartiles: tuple[float, ...] | None
     rounds_measured: int
-    range_over_rounds: tuple[float, float] | None  # least and greatest samples/s or, of text, tokens/s
+    range_over_rounds: tuple[float, float] | None  # smallest and largest samples/s or, of text, tokens/s
     relative: float | None  # speed over the baseline's
     step_seconds: float | None
     breakdown: dict[str, float] | None  # shares of the stage-time of a step, which add up to 1
