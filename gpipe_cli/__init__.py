@@ -1,7 +1,7 @@
 """GPipe (Huang et al., 2019): micro-batch pipeline parallelism, as a training application for the command line.
 
 From Python, `load` returns the trained model of a run, `result` its numbers, `show` its timelines in a notebook, and
-`Pipeline` trains layers in a loop of one's own.
+`Pipeline` trains layers in your own loop.
 """
 
 from os import PathLike
@@ -69,7 +69,7 @@ def result(run_folder: str | PathLike[str]) -> dict[str, str | int | float | Non
         from gpipe_cli import result
         pandas.DataFrame([result("outputs/a"), result("outputs/b")])[["micro_batches", "step_seconds"]]
 
-    The keys are those of `gpipe compare format=json`, which `gpipe help KEY` explains: measures of result.json in
+    The keys are as in `gpipe compare format=json`, and `gpipe help KEY` explains them: measures of result.json in
     seconds, bytes and shares from 0 to 1, of several stages the largest. Shares of a step end in `_measured` and
     `_predicted` (`transfer_measured`). Measures that the run lacks are left out. Then come all settings by their dotted
     names (`model.filters`); lists are text as on the command line.
@@ -77,7 +77,7 @@ def result(run_folder: str | PathLike[str]) -> dict[str, str | int | float | Non
     Args:
         run_folder: the folder of a `gpipe train` or `gpipe bench` run.
 
-    Raises InputError, one line, if the folder is not that of one run, or its result cannot be read.
+    Raises InputError if the folder does not hold a run, or its result cannot be read.
     """
     from gpipe_cli.reporting.compare.run_record import flat_result
 

@@ -1,6 +1,6 @@
 """The entry point of `gpipe COMMAND`: runs one command, and reports a user's mistake as one line.
 
-Only the chosen command is imported, and torch only once there is something to train, so that help answers at once.
+Only the chosen command is imported, and torch only once there is something to train, so that help answers immediately.
 """
 
 import importlib
@@ -38,7 +38,7 @@ RANK_ZERO_GRACE_SECONDS = 5.0  # how long other ranks wait before they report an
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs `gpipe` with the given arguments (those of the process if None); returns the exit code."""
+    """Runs `gpipe` with the given arguments (the process's if None); returns the exit code."""
     if arguments is None:
         make_stdio_robust()
     argv = sys.argv[1:] if arguments is None else arguments
@@ -73,7 +73,7 @@ def _main(argv: list[str]) -> int:
             return run_command(command, rest)
         case [command, *_]:
             hint = suggest_nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
-            raise InputError(f"{format_value(command)}: there is no such command{hint}; see gpipe --help")
+            raise InputError(f"{format_value(command)}: no such command{hint}; see gpipe --help")
         case _:
             sys.stderr.write(USAGE)
             return BAD_INPUT

@@ -17,7 +17,7 @@ class InputError(ValueError):
 
 
 class NothingFitsError(InputError):
-    """No candidate fits the memory limit, however it is cut; the message says by how much, and what would fit."""
+    """No candidate fits the memory limit, however it is cut; the message has the excess, and what would fit."""
 
 
 class InvalidSettingError(InputError):

@@ -110,7 +110,7 @@ def loss(value: float | None) -> str:
 
 
 def perplexity(value: float | None) -> str:
-    """`41.3`, `12,345`; `>1e+06` for values beyond those of a model that guesses; `-` for None."""
+    """`41.3`, `12,345`; `>1e+06` for values worse than guessing gives; `-` for None."""
     if value is None:
         return "-"
     if value >= 999_999.5:

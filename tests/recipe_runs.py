@@ -37,13 +37,13 @@ def perform(arguments: Sequence[str], log: IO[str]) -> None:
 
 
 def real_runner(name: str, folder: Path, *settings: str) -> Runner:
-    """Of the recipe ``name`` at desk scale, with these settings for every command."""
+    """Of the recipe ``name`` at small scale, with these settings for every command."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Runner(name, folder, settings, perform, make_recipe_simulator(name), lambda line: None, "desk")
+    return Runner(name, folder, settings, perform, make_recipe_simulator(name), lambda line: None, "small")
 
 
 def answering(
-    folder: Path, answer: Answer, *given: str, scale: Scale = "desk", settings: tuple[str, ...] = ()
+    folder: Path, answer: Answer, *given: str, scale: Scale = "small", settings: tuple[str, ...] = ()
 ) -> Runner:
     """A runner of the recipe `nothing` whose commands are answered, and not run: what is made of the answers can be
     checked exactly. The user gave ``given``; the scale has ``settings``."""

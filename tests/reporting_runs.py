@@ -122,7 +122,7 @@ def step(number: int, text: bool = False, **changes: Any) -> StepDone:
         "gradient_norm": 1.5,
         "lengths": (),
         "memory_bytes": (3 * 2**20, 2**29),
-        "without_core": (0.01, 0.02),
+        "cpu_starved_share": (0.01, 0.02),
         "activation_bytes": None,
         "overhead_bytes": None,
     }

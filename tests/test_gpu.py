@@ -149,7 +149,7 @@ def test_compiled_layers_are_replayed(tmp_path: Path) -> None:
     for graphs in ("auto", "false"):
         settings = [*SETTINGS, "compile=true", "executor=in_process", "epochs=2", "partitions=2", f"graphs={graphs}"]
         assert command("train", *settings, f"run_folder={tmp_path / graphs}") == 0
-    assert read_result(tmp_path / "auto")["graphs"]["causes"] == []
+    assert read_result(tmp_path / "auto")["graphs"]["fallback_reasons"] == []
     assert_same_tensors(final_tensors(tmp_path / "auto"), final_tensors(tmp_path / "false"))
 
 

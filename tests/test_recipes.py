@@ -45,7 +45,7 @@ def test_all_scales_compose(name: str) -> None:
         assert config.dataset.name == recipe.needs.data
         assert recipe.needs.how
     assert config.partitions <= recipe.needs.gpus or name.startswith("table1") or not recipe.needs.gpus
-    config, missing = configure(name, *recipe.settings("smoke"))  # those of a desk, and more
+    config, missing = configure(name, *recipe.settings("smoke"))  # those of scale=small, and more
     assert not missing
     # they come with the program
     assert config.dataset.name in ("digits", "cldr", "synthetic_images", "synthetic_text")
@@ -78,7 +78,7 @@ def test_the_readme_says_what_the_recipes_say() -> None:
         about, *lines = section.splitlines()
         assert about == f"{recipe.title}: {recipe.claim}. Source: {recipe.source}."
         notes = [(note.label, note.text) for note in recipe.experiment.notes]
-        notes += [("paper's", recipe.hardware), ("scaled down", recipe.desk.scaled), ("took", "{time} on {machine}")]
+        notes += [("paper's", recipe.hardware), ("scaled down", recipe.small.scaled), ("took", "{time} on {machine}")]
         written = re.compile("|".join(f"\\* {label}: {_pattern(text)}" for label, text in notes))
         assert not [line for line in lines if line.startswith("* ") and not written.fullmatch(line)], name
 
@@ -88,7 +88,7 @@ def test_the_figures_of_the_readmes_come_from_the_commands() -> None:
     others must at least be the same in both READMEs, of which `gpipe reproduce all` writes one."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     results = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert command("reproduce", "table3_no_fast_interconnect", "scale=desk", "output=out") == 0
+    assert command("reproduce", "table3_no_fast_interconnect", "scale=small", "output=out") == 0
     (written,) = Path("out").glob("*/reproduction.md")
     lines = [line for line in written.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert len(lines) == 10

@@ -61,7 +61,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_a_recipe_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
     given = [*TINY, "steps=2", "executor=in_process"]
-    assert command("reproduce", "breakdown", "scale=desk", "output=out", *given) == 0
+    assert command("reproduce", "breakdown", "scale=small", "output=out", *given) == 0
     shown = " ".join(capsys.readouterr().out.split())
     (folder,) = Path("out").iterdir()
     assert "_reproduce_breakdown" in folder.name
@@ -94,7 +94,7 @@ recipe:
   source: Table 9
   hardware: TPUs
   needs: {gpus: 0, memory_gib: 0}
-  desk: {settings: {}, scaled: nothing, minutes: 0.1}
+  small: {settings: {}, scaled: nothing, minutes: 0.1}
   smoke: {}
   choices: ["N = 8"]
   experiment:
@@ -130,7 +130,7 @@ def test_a_table_of_the_paper_is_a_file_in_a_folder_of_the_user(capsys: pytest.C
     assert line in capsys.readouterr().err
     file.write_text(MY_TABLE.replace("KEY", "samples"), encoding="utf-8")
     assert command(*asked, "partitions=2") == 2
-    assert "partitions=2: the rows differ in it; leave it out" in capsys.readouterr().err
+    assert "partitions=2: the rows differ in it; remove it" in capsys.readouterr().err
     assert command(*asked) == 0
     (folder,) = Path("out").glob("*_reproduce_my_table")
     found = read_reproduction(folder)
@@ -163,7 +163,7 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys:
         shown = capsys.readouterr().out
         assert ("breakdown: is done" in shown) == is_done
         assert shown.count("runs ") == (0 if is_done else 2)
-        assert "consistency failed: seed=1: this recipe compares seed=0, 1; leave it out" in shown
+        assert "consistency failed: seed=1: this recipe compares seed=0, 1; remove it" in shown
         assert f"gpipe {shlex.join(asked[:4])} executor=in_process seed=1 run_folder=out" in shown
         assert not broken.exists()
         broken.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys:
 
 
 def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
-    process = start_program("reproduce", "breakdown", "schedules", "scale=desk", *TINY, "steps=10000")
+    process = start_program("reproduce", "breakdown", "schedules", "scale=small", *TINY, "steps=10000")
     try:
         # the sweep, which leads a session of its own, and below it the run of a cell
         wait_until(

@@ -240,7 +240,7 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     path.mkdir(exist_ok=True)
     (path / SWEEP_FILE).write_text("{}")
     typed = SweepFolder("train", ["-m", "seed=1,2", f"hydra.sweep.dir={path}"])
-    with pytest.raises(InputError, match=r"hydra\.sweep\.dir=.*: a sweep lies there already; go on with it by resume="):
+    with pytest.raises(InputError, match=r"hydra\.sweep\.dir=.*: a sweep is there already; resume it with resume="):
         typed.lock(path)
     assert [file.name for file in path.iterdir()] == [SWEEP_FILE]
 
@@ -283,5 +283,5 @@ def test_a_sweep_replaces_no_file_of_the_user(
     (tmp_path / "sweep" / name).symlink_to("mine")
     settings = [setting for setting in ODD if not setting.startswith("checkpoint")]
     assert command(kind, *settings, "-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep") == 2
-    assert re.search(r"hydra\.sweep\.dir=.*/sweep: .* lies there already; ", capfd.readouterr().err)
+    assert re.search(r"hydra\.sweep\.dir=.*/sweep: .* is there already; ", capfd.readouterr().err)
     assert (tmp_path / "sweep" / name).is_symlink()

@@ -60,7 +60,7 @@ def uses_measured_costs(config: TrainConfig, layout: Layout) -> bool:
     """Whether a plan of `config` uses layers timed on this machine."""
     hardware = config.hardware
     given = {hardware.tflops, hardware.memory_gb_per_second, hardware.operation_microseconds} != {None}
-    return config.cost != "figures" and layout.is_local and not given and not config.dry_run
+    return config.cost != "datasheet" and layout.is_local and not given and not config.dry_run
 
 
 def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log: Log) -> MeasuredCosts | None:
@@ -108,7 +108,7 @@ def _times_of_machine(
         return None
     facts = facts | _machine_facts(layout) | {"version": _VERSION, "samples": samples}
     file = _folder() / "costs" / f"{compute_digest('layer seconds', facts)}.json"
-    timed = None if config.cost == "measured_anew" else _read_cache(file)
+    timed = None if config.cost == "reprofile" else _read_cache(file)
     if timed is None:
         line = f"timing {plural(len(profile.costs), 'layer')} on this machine, to cut them evenly"
         if not phase(line):

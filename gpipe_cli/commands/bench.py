@@ -16,13 +16,13 @@ from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_ben
 
 # Settings that `gpipe bench` refuses, with the reason and the remedy.
 UNSUPPORTED = {
-    "resume": "a measurement begins anew, and this is no sweep (no sweep.json lies there); leave it out",
-    "dry_run": "a measurement of nothing; leave it out, or use gpipe train or gpipe plan",
+    "resume": "a measurement starts from scratch, and this is not a sweep (it has no sweep.json); remove it",
+    "dry_run": "a measurement of nothing; remove it, or use gpipe train or gpipe plan",
     "max_steps": "a measurement ends after its steps; give steps=... and warm_up_steps=...",
     "epochs": "a measurement ends after its steps, be they many epochs or less than one; give steps=...",
-    "evaluate_every_epochs": "a measurement evaluates nothing; leave it out",
-    "check_layers": "a measurement keeps nothing of what it trains; leave it out",
-    "checkpoint": "a measurement writes no checkpoints; leave it out",
+    "evaluate_every_epochs": "a measurement evaluates nothing; remove it",
+    "check_layers": "a measurement keeps nothing of what it trains; remove it",
+    "checkpoint": "a measurement writes no checkpoints; remove it",
 }
 
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     request = _make_request(cfg, line.overrides)
     if line.overrides.get("rounds", 1) != 1:  # typed; a recipe's own rounds apply when it is swept
-        raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to take turns with; add -m")
+        raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to alternate with; add -m")
     return start_run(request, "bench", *arguments)
 
 

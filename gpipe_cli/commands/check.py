@@ -16,9 +16,9 @@ from gpipe_cli.system.interrupts import import_in_thread
 
 # Settings that `gpipe check` refuses, with the reason and the remedy.
 UNSUPPORTED = {
-    "resume": "a check runs the first mini-batch of a training; leave it out, or take its weights by init_from=...",
-    "dry_run": "a check trains nothing in any case; leave it out",
-    "quiet": "the table is the result; leave it out",
+    "resume": "a check runs the first mini-batch of a training; remove it, or take its weights by init_from=...",
+    "dry_run": "a check trains nothing in any case; remove it",
+    "quiet": "the table is the result; remove it",
 }
 
 

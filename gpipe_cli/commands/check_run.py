@@ -132,7 +132,7 @@ class _Check:
         self.rows |= {variant: verify.Row(variant, verdict, text=text) for variant in variants}
 
     def facts(self, sizes: Sequence[int]) -> list[tuple[str, str]]:
-        """Labels and texts of the lines that say what is checked."""
+        """Labels and texts of the lines that describe what is checked."""
         config = self._config
         layers = len(next(iter(self.groups[0].values())).layer_names[0])
         pieces = plural(len(sizes), "micro-batch")

@@ -18,6 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 
 from gpipe_cli.config.comments import GROUPS, choice_descriptions
 from gpipe_cli.config.did_you_mean import ALIASES, resolve_alias, suggest_nearest
+from gpipe_cli.config.old_words import update_argument
 from gpipe_cli.config.schema import quote
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError, error_text, shorten
@@ -86,7 +87,7 @@ class CommandLine:
         """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
         set to anything but the name of a choice."""
         # Hydra ignores ~presets without presets
-        presets = "the model and the data set choose it; leave it out, or give ~presets"
+        presets = "the model and the data set choose it; remove it, or give ~presets"
         remedies = {"presets": presets, **remedies}
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
@@ -98,7 +99,7 @@ class CommandLine:
                 hint = f"write {ALIASES['lr']}={choice}" if number else "gpipe train --help lists them"
                 raise InvalidSettingError(group, choice, f"must be the name of a choice; {hint}")
             if "/" in choice or "${" in choice:  # a file of another group, or of any folder; an interpolation
-                why = f"there is no such choice; choose one of {', '.join(choice_descriptions(group))}"
+                why = f"no such choice; choose one of {', '.join(choice_descriptions(group))}"
                 raise InvalidValueError(group, choice, why)
 
 
@@ -110,8 +111,12 @@ def parse_command_line(command: str, arguments: Sequence[str], sweep_alternative
         if (folder := options[key]) is not None:
             options[key] = str(find_config_dir(folder))
             if not Path(options[key]).is_dir():
-                raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
-    typed = tuple(_quote_path(argument) for argument in options.pop("overrides"))
+                raise InputError(f"{flag} {folder}: no such folder; give the one with your configurations")
+    overrides = options.pop("overrides")
+    for old, new in zip(overrides, map(update_argument, overrides), strict=True):
+        if old != new:
+            sys.stderr.write(f"gpipe {command}: {old} is {new} today\n")
+    typed = tuple(_quote_path(update_argument(argument)) for argument in overrides)
     try:
         parsed = parse_settings(typed)
         for setting in parsed:
@@ -135,7 +140,7 @@ def parse_command_line(command: str, arguments: Sequence[str], sweep_alternative
 
 
 def find_config_dir(path: str) -> Path:
-    """The folder that the option -cd names: `recipes`, where there is none, is that of gpipe's own recipes."""
+    """The folder that the option -cd names: `recipes` stands for gpipe's recipes unless such a folder exists."""
     if path != "recipes" or Path(path).exists():
         return Path(path)
     from gpipe_cli.reproduction.runner import RECIPES_DIR  # here, as it imports what no other command needs
@@ -184,8 +189,8 @@ def _suggest_choice(group: str, choice: str) -> str:
     chains = [name for name, row in timm_models().items() if row and name.startswith(choice)]
     if not chains or len(choice) < 3:
         return ""
-    name = min(chains, key=len)  # that of the choice itself, if any
-    size = re.search(r"(?:patch|mixer_\w)\d+_(\d+)$", name)  # others take many sizes, but not all take that of digits
+    name = min(chains, key=len)  # the choice itself, if it is a name
+    size = re.search(r"(?:patch|mixer_\w)\d+_(\d+)$", name)  # others take many sizes, but not all take digits' size
     return f"model=timm model.name={name} dataset.image_size={size[1] if size else 224}"
 
 
@@ -194,19 +199,17 @@ def to_input_error(error: Exception) -> InputError:
     match error:
         case OverrideParseException(override=given):
             if not str(given).strip():
-                return InputError(f"'{given}': an argument is empty; leave it out")
+                return InputError(f"'{given}': an argument is empty; remove it")
             if "=" not in str(given):
                 return InputError(f"{given}: a setting without a value; write {given}=VALUE")
             return InputError(f"{given}: cannot be read; write setting=value, in quotes if need be")
         case MissingConfigException(missing_cfg_file=str(missing), options=options) if options:
             group, _, choice = missing.rpartition("/")
             if written := _suggest_choice(group, choice):
-                return InvalidValueError(group, choice, f"there is no such choice; write {written}")
+                return InvalidValueError(group, choice, f"no such choice; write {written}")
             hint = suggest_nearest(choice, list(options))
-            return InvalidValueError(
-                group, choice, f"there is no such choice; choose one of {', '.join(options)}{hint}"
-            )
+            return InvalidValueError(group, choice, f"no such choice; choose one of {', '.join(options)}{hint}")
         case MissingConfigException(missing_cfg_file=str(name)):
-            return InputError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
+            return InputError(f"-cn {name}: no such configuration; give the folder of {name}.yaml with -cd")
     message = error_text(error) if str(error) or error.__cause__ is None else error_text(error.__cause__)
     return InputError(f"configuration: {message}")

@@ -47,7 +47,7 @@ class CommandResult:
 
 
 def run_guarded(work: Callable[[], int]) -> CommandResult:
-    """Call `work`, which returns an exit code. Interrupts, and errors of the user or the system, become an Outcome;
+    """Call `work`, which returns an exit code. Interrupts and errors of the user or system become a CommandResult;
     other exceptions are raised, and with GPIPE_FULL_ERROR=1 those errors too."""
     try:
         exit_code = work()

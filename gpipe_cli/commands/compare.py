@@ -20,9 +20,9 @@ Usage: gpipe compare RUN [RUN ...] [format=FORMAT]
 
 RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, or outputs.
 All speeds, bubbles and memory in one column were measured. Runs that failed and runs of different models are shown,
-with a note that says what cannot be compared. Below a sweep its settings that were refused are named, such as more
+with a note on what cannot be compared. Below a sweep its settings that were refused are named, such as more
 partitions than there are layers. Of two runs all that differs is shown, a row for each setting, version and result. Of
-runs that differ in their seeds only, mean and standard deviation are shown, too.
+runs that differ in their seeds only, mean and standard deviation are also shown.
 
 Settings
   format             table: columns that the terminal has room for |
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     runs, settings = split_arguments(arguments, "format")
     for dashed in (run for run in runs if run.startswith("-")):
-        raise InputError(f"{dashed}: there is no such option; write format=csv")
+        raise InputError(f"{dashed}: no such option; write format=csv")
     if not runs:
         raise InputError(f"RUN: give the folder of a run, or of several{_newest()}")
     return _compare(list(map(Path, runs)), settings["format"])
@@ -90,4 +90,4 @@ def _compare(folders: Sequence[Path], form: str) -> int:
 def _newest() -> str:
     """`; the newest runs are outputs/a, outputs/b`, or that there is none."""
     newest = [str(run) for run in newest_runs(OUTPUT)]
-    return f"; the newest runs are {', '.join(newest)}" if newest else f"; there is no run in {OUTPUT} either"
+    return f"; the newest runs are {', '.join(newest)}" if newest else f"; {OUTPUT} holds no run either"

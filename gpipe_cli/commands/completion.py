@@ -58,7 +58,7 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
 
 
 def _names(command: str, *, first: bool) -> Sequence[str]:
-    """The words that may follow `command` (`first`: directly) in place of settings; for -cn the recipes."""
+    """The words that may follow `command` (`first`: directly) instead of settings; for -cn the recipes."""
     if command == "list":
         from gpipe_cli.commands.list import TOPICS
 

@@ -1,9 +1,9 @@
-"""Composes trees of settings from `conf/COMMAND.yaml`, the user's files and what was typed, and turns a tree into
+"""Composes configurations from `conf/COMMAND.yaml`, the user's files and what was typed, and converts them into
 dataclasses.
 
 Everything goes through Hydra's public functions: `initialize_config_dir`, `compose` and the parser of overrides. Hydra
-only chooses and composes files; values are set in the composed tree, so that gpipe words the errors in values, and the
-runs of a sweep share what was composed. No public function does the work of `_run_hydra_program`.
+only chooses and composes files. gpipe sets the values in what Hydra composed, so that errors in values are worded by
+gpipe, and the runs of a sweep share it. No public function does the work of `_run_hydra_program`.
 """
 
 import copy
@@ -90,8 +90,8 @@ def _expand_sweep(setting: Override) -> list[str]:
 
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
-    """The tree of `conf/COMMAND.yaml` with what was typed; for `keys` see `ConfigComposer`. None if something was
-    printed instead (`--help`, `--help-all`, `--cfg`, `--info`, completion). Raises InputError if it cannot be
+    """The configuration of `conf/COMMAND.yaml` with what was typed; for `keys` see `ConfigComposer`. None if something
+    was printed instead (`--help`, `--help-all`, `--cfg`, `--info`, completion). Raises InputError if it cannot be
     composed."""
     options = line.options
     if line.only_prints and not (options["help"] or options["help_all"] or options["cfg"]):
@@ -121,7 +121,7 @@ def _cfg_text(cfg: DictConfig, options: Mapping[str, Any]) -> str:
         header = f"# @package {package}\n"
         shown = OmegaConf.select(shown, package)
         if not OmegaConf.is_config(shown):
-            raise InputError(f"--package {package}: there is no such group of settings; --cfg job shows all")
+            raise InputError(f"--package {package}: no such group of settings; --cfg job shows all")
     return header + OmegaConf.to_yaml(shown, resolve=options["resolve"])
 
 
@@ -156,10 +156,10 @@ def _run_hydra_program(line: CommandLine) -> None:
 
 
 class ConfigComposer:
-    """The trees of a command line or of a sweep's runs. Composing a tree takes Hydra 0.1 to 0.2 s, so each choice of
+    """The configurations of a command line or of a sweep's runs. Hydra takes 0.1 to 0.2 s for each, so a choice of
     groups is composed once, and the other settings are set in a copy.
 
-    `keys`: the settings that the command takes beside those that belong to it alone (`COMMAND_ONLY`).
+    `keys`: the settings that the command takes in addition to its own (`COMMAND_ONLY`).
     """
 
     def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
@@ -169,12 +169,12 @@ class ConfigComposer:
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def compose(self, typed: Sequence[str]) -> DictConfig:
-        """The tree with these settings, without Hydra's part and without a recipe's settings for other commands. Raises
-        InputError."""
+        """The configuration with these settings, without Hydra's part and a recipe's settings for other commands.
+        Raises InputError."""
         return _strip_hydra_and_foreign_keys(self._line.command, self.compose_full(typed))
 
     def compose_full(self, typed: Sequence[str]) -> DictConfig:
-        """The tree with these settings, Hydra's part included. Raises InputError."""
+        """The configuration with these settings, Hydra's part included. Raises InputError."""
         parsed = parse_settings(typed)
         for setting in parsed:  # a recipe may have keys of other commands, which nobody may type
             key = setting.key_or_group
@@ -182,7 +182,7 @@ class ConfigComposer:
             if not setting.is_delete() and command not in (None, self._line.command):
                 why = f"gpipe {self._line.command} has no such setting, gpipe {command} has"
                 raise InvalidSettingError(
-                    key, setting.value(), why + (suggest_nearest(key, self._keys) or "; leave it out")
+                    key, setting.value(), why + (suggest_nearest(key, self._keys) or "; remove it")
                 )
         chosen = tuple(str(setting.input_line) for setting in parsed if self._selects_files(setting))
         if chosen not in self._composed:
@@ -211,7 +211,7 @@ class ConfigComposer:
                 raise InvalidValueError(key, value, "Hydra has no such setting; --cfg hydra lists all") from error
             raise unknown_setting_error(key, value, self._keys) from error
         except OmegaConfBaseException as error:
-            raise InvalidValueError(key, value, f"{error_text(error)}; give another value, or leave it out") from error
+            raise InvalidValueError(key, value, f"{error_text(error)}; give another value, or remove it") from error
 
 
 def _compose_with_hydra(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
@@ -228,7 +228,7 @@ def _compose_with_hydra(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise to_input_error(error) from error
     except RecursionError as error:
-        raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
+        raise InputError("configuration: a file includes itself in its defaults; remove that line") from error
     except InputError:
         raise
     except Exception as error:  # Hydra lets Python's own exceptions through for wrong settings or defaults
@@ -236,11 +236,11 @@ def _compose_with_hydra(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
         if (name := line.options["config_name"]) is not None:
             given.append(f"-cn {name}")
         why = f"Hydra cannot use it ({describe_error(error)})"
-        raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or leave it out") from error
+        raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or remove it") from error
 
 
 def _user_folders(line: CommandLine) -> list[Path]:
-    """The user's own folders of configuration files, beside `conf/`."""
+    """The user's own folders of configuration files, in addition to `conf/`."""
     given = line.overrides.get("hydra.searchpath")
     entries = given if isinstance(given, list) else []
     paths = [line.options["config_path"], line.options["config_dir"]]
@@ -260,7 +260,7 @@ def _hydra_context(line: CommandLine) -> AbstractContextManager[None]:
 
 
 def _search_path_setting(line: CommandLine, primary: DictConfig | None) -> list[str]:
-    """The setting that adds all folders but the main one to Hydra's search path; [] if there are no others. `primary`:
+    """The setting that adds all folders but the main one to Hydra's search path; [] without others. `primary`:
     the user's primary file, which may name more folders."""
     given = line.overrides.get("hydra.searchpath")
     if given is None and primary is not None:
@@ -274,7 +274,7 @@ def _search_path_setting(line: CommandLine, primary: DictConfig | None) -> list[
 
 
 def _check_search_path(primary: DictConfig | None, chosen: Sequence[str]) -> None:
-    """Raises InputError for a search path that is no folder, but a package: to look for files in it imports it."""
+    """Raises InputError for a package in the search path, as looking for files in it would import it."""
     entries = [choice.partition("=")[2] for choice in chosen if key_of(choice) == "hydra.searchpath"]
     if primary is not None and (given := OmegaConf.select(primary, "hydra.searchpath")) is not None:
         entries += map(str, given)
@@ -321,8 +321,8 @@ def strip_foreign_keys(command: str, cfg: DictConfig) -> None:
 
 
 def command_settings(kind: type[T], command: str, cfg: DictConfig) -> T:
-    """The settings of `command` beside those of a training, taken out of `cfg`; any that a recipe lacks are as in
-    `conf/COMMAND.yaml`. Raises InputError, as `from_cfg`."""
+    """The settings of `command` that a training lacks, taken out of `cfg`; any that a recipe lacks are as in
+    `conf/COMMAND.yaml`. Raises InputError for invalid settings."""
     text = resources.files("gpipe_cli.conf").joinpath(f"{command}.yaml").read_text(encoding="utf-8")
     defaults = OmegaConf.create(text.partition("\nhydra:")[0])
     with open_dict(cfg):
@@ -334,7 +334,7 @@ def training_config(cfg: DictConfig, overrides: Mapping[str, object]) -> tuple[T
     """The training that `cfg` describes, and the keys of its `auto` settings, for which `substitute_auto` has set
     numbers.
 
-    `overrides`: the typed settings. Raises InputError, as `from_cfg`.
+    `overrides`: the typed settings. Raises InputError for invalid settings.
     """
     if (key := overridden_batch_key(overrides)) is not None:  # the value replaced is a default or a preset's
         OmegaConf.update(cfg, key, None, force_add=True)
@@ -347,9 +347,9 @@ def training_config(cfg: DictConfig, overrides: Mapping[str, object]) -> tuple[T
 
 
 def apply_overrides(saved: TrainConfig, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run, with the settings in `overrides` in place of its own.
+    """The configuration of a run, with the settings in `overrides` replacing its own.
 
-    A group given as the choice that the run already has keeps the run's settings. Raises InputError, as `from_cfg`.
+    A group given as the run's choice keeps the run's settings. Raises InputError for invalid settings.
     """
     values = plain_values(OmegaConf.create(asdict(saved)))
     saved_dataset = dict(values["dataset"])
@@ -387,8 +387,8 @@ def _set_vocabulary_size(cfg: DictConfig, overrides: Mapping[str, object]) -> No
 
 def _resolve_preprocessing(cfg: DictConfig, overrides: Mapping[str, object]) -> TrainConfig:
     """The training that `cfg` describes. What is null of dataset.mean, std and interpolation becomes what its initial
-    weights were trained with, or else the default. With pretrained weights dataset.image_size becomes theirs, too,
-    unless it was typed or a file of the user's sets another than `conf/dataset`. Raises InputError, as `from_cfg`."""
+    weights were trained with, or else the default. With pretrained weights dataset.image_size also becomes theirs,
+    unless it was typed or a user's file sets another than `conf/dataset`. Raises InputError for invalid settings."""
     if OmegaConf.select(cfg, "dataset.name") not in IMAGE_DATASETS:
         return from_cfg(TrainConfig, cfg)
     unset = [key for key in PREPROCESSING_KEYS if OmegaConf.select(cfg, f"dataset.{key}") is None]

@@ -1,7 +1,7 @@
 """The parent's side of `gpipe check against=torch`: other programs take the same step, and their gradients, speed and
 memory are compared with ours.
 
-Each way to train is a contestant. In every round the contestants take turns, each with newly started processes, so that
+Each way to train is a competitor. In every round they run in sequence, each with newly started processes, so that
 a slow minute of the machine hits all of them. Ratios of speeds are taken within a round.
 """
 
@@ -42,8 +42,8 @@ class _Competitor:
     program: verify.Program
     schedule: str  # the name to show; for torch the name of its class
     spec: PipelineSpec
-    gradients: Path  # the folder with the gradients of the contestant's first step
-    excluded_reason: str = ""  # why the contestant does not take part
+    gradients: Path  # the folder with the gradients of the competitor's first step
+    excluded_reason: str = ""  # why the competitor does not take part
     failure: str = ""
     rounds: list[list[verify.TimedRun]] = field(default_factory=list)
 
@@ -88,9 +88,9 @@ def _check_comparable(config: TrainConfig, settings: CheckSettings) -> None:
         (single_stage, "partitions", "needs a pipeline of two stages or more; use partitions=2"),
         (config.replicas > 1, "replicas", "compares one pipeline; use replicas=1"),
         (config.compile, "compile", "compares the layers as they are; use compile=false"),
-        (config.init_from is not None, "init_from", "compares at the initial weights; leave it out"),
-        (config.stages_per_process is not None, "stages_per_process", "has a stage in each process; leave it out"),
-        (config.schedule_is_file, "schedule", "tries gpipe and 1f1b; leave it out"),
+        (config.init_from is not None, "init_from", "compares at the initial weights; remove it"),
+        (config.stages_per_process is not None, "stages_per_process", "has a stage in each process; remove it"),
+        (config.schedule_is_file, "schedule", "tries gpipe and 1f1b; remove it"),
     ):
         if wrong:
             raise InvalidSettingError(key, getattr(config, key), f"{against} {why}")
@@ -99,7 +99,7 @@ def _check_comparable(config: TrainConfig, settings: CheckSettings) -> None:
 
 
 class _CrossCheck:
-    """All contestants: ours with each of `REFERENCES`, those of the other program, and plain PyTorch."""
+    """All competitors: ours with each of `REFERENCES`, the other program's, and plain PyTorch."""
 
     def __init__(self, config: TrainConfig, settings: CheckSettings, files: Path) -> None:
         distributed = settings.against == "torch"
@@ -119,11 +119,11 @@ class _CrossCheck:
         gpipe, one_f_one_b = self._ours
         theirs = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b} if distributed else {"torchgpipe": gpipe}
         program: verify.Program = "torch" if distributed else "torchgpipe"
-        # each contestant of another program, and ours that it is compared with; None: the fastest of ours
+        # each competitor of another program, and ours that it is compared with; None: the fastest of ours
         self._pairs: list[tuple[_Competitor, _Competitor | None]] = [
             (self._competitor(program, name, schedule=ours.schedule), ours) for name, ours in theirs.items()
         ]
-        threads = usable_cores()  # more would take turns, and flatter ours
+        threads = usable_cores()  # more would share cores, and flatter ours
         plain = self._competitor(
             "pytorch", f"plain PyTorch, {plural(threads, 'thread')}", schedule="gpipe", partitions=1, threads=threads,
             partition=PartitionConfig(None), executor="in_process", recompute="never",
@@ -159,7 +159,7 @@ class _CrossCheck:
         return facts
 
     def run_round(self, number: int, show_status: Callable[[str], None]) -> None:
-        """Round `number`: all contestants that have not failed, in turns."""
+        """Round `number`: all competitors that have not failed, in sequence."""
         for competitor in (*self._ours, *(theirs for theirs, _ in self._pairs)):
             if not competitor.excluded_reason and not competitor.failure:
                 what = f"{competitor.program} {competitor.schedule}"

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     settings, training = run_settings(EvaluateSettings, cfg)
     for key in line.overrides:
         if key.partition(".")[0] == "decode" and training.task != "translation":
-            why = f"nothing is translated by a run of model={group_choice(training.model)}; leave it out"
+            why = f"nothing is translated by a run of model={group_choice(training.model)}; remove it"
             raise InvalidSettingError(key, line.overrides[key], why)
     check_data_present(training)
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_settings(kind: type[Settings], cfg: DictConfig) -> tuple[Settings, TrainConfig]:
     """The command's own settings, of a `kind` that has `run` and `output`, and the run's configuration with the given
-    settings in place of its own. Raises InputError."""
+    settings replacing its own. Raises InputError."""
     values = to_plain_dict(cfg)
     settings = parse_config(
         kind, {field.name: values.pop(field.name) for field in fields(kind) if field.name in values}

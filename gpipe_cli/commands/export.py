@@ -54,7 +54,7 @@ def export_config(cfg: DictConfig) -> ExportConfig:
     """The export that `cfg` describes. Raises InputError for averages that the run did not keep."""
     settings, training = run_settings(ExportSettings, cfg)
     if settings.averages and not training.ema_decay:
-        why = "the run kept no average of its weights, as ema_decay=0; leave it out"
+        why = "the run kept no average of its weights, as ema_decay=0; remove it"
         raise InvalidSettingError("averages", True, why)
     if settings.averages is False:
         training = replace(training, ema_decay=0.0)

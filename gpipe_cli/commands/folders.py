@@ -33,7 +33,7 @@ def check_writable(key: str, file: Path, *, alternative: str, overwrite: bool = 
     """Raises InvalidSettingError if `file`, which may be a folder, cannot be written; `alternative`: what to give
     instead of a file that already exists."""
     if not file.parent.is_dir():
-        raise InvalidSettingError(key, file, f"there is no folder {file.parent}; make it, or give another")
+        raise InvalidSettingError(key, file, f"the folder {file.parent} does not exist; make it, or give another")
     if file.is_symlink():
         raise InvalidSettingError(key, file, "is a link, and nothing is written through it; give what it leads to")
     if file.exists() and not (overwrite and (file.is_dir() if is_folder else file.is_file())):
@@ -70,7 +70,7 @@ def run_folder(
     start of this run, which may still be ending.
 
     Under torchrun only process 0 creates the folder; the other processes get a path that they must not write to. Raises
-    InputError if it cannot be created, another process is at work there, or it is not empty, and no run there goes on.
+    InputError if it cannot be created, another process is at work there, or it is not empty and no run resumes there.
     """
     chosen = new_run_path(config, started, auto, what) if config.run_folder is None else Path(config.run_folder)
     if not is_rank_zero():
@@ -100,8 +100,8 @@ def _check_folder_free(folder: Path, *, may_exist: bool) -> None:
     names = contents(folder)
     is_run = CONFIG_FILE in names or names <= _BEFORE_CONFIG
     if names and not (may_exist and is_run):
-        what, go_on = ("", f", or go on with that run by resume={folder}") if is_run else (" and holds no run", "")
-        use = f"choose another, or leave the setting out{go_on}"
+        what, remedy = ("", f", or resume that run with resume={folder}") if is_run else (" and holds no run", "")
+        use = f"choose another, or remove the setting{remedy}"
         raise InputError(f"run_folder={folder}: the folder is not empty{what}; {use}")
 
 
@@ -116,7 +116,7 @@ def contains_only_run_files(folder: Path) -> bool:
 def lock_folder(
     chosen: Path, setting: str, *, new: bool, timeout_seconds: float = 0.0, otherwise: str = "choose another folder"
 ) -> Iterator[Path]:
-    """The folder `chosen`, created if need be (if it must be `new` but exists, `numbered_paths` beside it), and locked.
+    """The folder `chosen`, created if need be (if it must be `new` but exists, a `numbered_paths`), and locked.
 
     Afterwards it is removed if it was created here and is empty, with the folders above that were created for it.
     Errors begin with `setting` and end with `otherwise`, the remedy; `timeout_seconds`: how long to wait for a command

@@ -39,13 +39,13 @@ Usage: gpipe help micro_batches        a setting of any command, also model.filt
        gpipe help words                all terms; likewise settings (of gpipe train) and measures
        gpipe help train                the same as gpipe train --help
        gpipe help -k memory            topics that contain a word (or all of several words), one per line;
-                                       so does gpipe help with a word that is no topic
+                                       so does gpipe help with a word that is not a topic
 
 gpipe list shows all models, datasets, hardware, recipes or runs.
 """
 _INDENT = "    "
 _LISTS = ("words", "settings", "measures", *GROUPS)  # topics that list the entries of others
-_MAX_TOPIC_WIDTH = 26  # characters of a topic's column; a longer topic takes room from the text beside it
+_MAX_TOPIC_WIDTH = 26  # characters of a topic's column; a longer topic takes room from the text next to it
 _MORE = " ..."
 
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         with suppress(InputError):  # the topic may be a word in the texts of other topics
             return _search(topic.split())
         hint = suggest_nearest(topic, list(entries_of)) or "; gpipe help explains what topics there are"
-        raise InputError(f"{topic}: there is no such topic{hint}")
+        raise InputError(f"{topic}: no such topic{hint}")
     console = Console()
     width = _width(console)
     for heading, text in entries:
@@ -192,7 +192,7 @@ def _full_text(heading: str, text: str) -> str:
     if not heading.startswith("gpipe reproduce "):
         return text
     recipe = read_recipe(heading.removeprefix("gpipe reproduce "))
-    return f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."
+    return f"{recipe.title} ({recipe.source}). Scaled down: {recipe.small.scaled}; {recipe.small.duration}."
 
 
 def glossary() -> dict[str, str]:
@@ -209,6 +209,6 @@ def _normalize_topic(topic: str) -> str:
 
 
 def _choice_topics(key: str) -> Sequence[str]:
-    """The choices of a setting that are topics of their own."""
+    """The choices of a setting that are topics themselves."""
     allowed = SCHEDULES if key == "schedule" else allowed_words(TrainConfig, key)
     return [choice for choice in allowed if choice not in ("true", "false", "null")]

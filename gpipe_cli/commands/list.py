@@ -28,7 +28,7 @@ Listing = tuple[Table, str]  # the table, and a line below it ("": none)
 HELP = """\
 Lists what there is to choose among, and what has been run.
 
-Usage: gpipe list                         says what can be listed
+Usage: gpipe list                         shows what can be listed
        gpipe list models                  model=...
        gpipe list models 'resnet*'        timm's of such names that are plain sequences, for model=timm model.name=...
        gpipe list datasets                dataset=...
@@ -66,9 +66,9 @@ def main(arguments: Sequence[str]) -> int:
             if what in TOPICS:
                 taken = {"models": "one pattern", "runs": "one folder"}.get(what)
                 extra, allowed = (more[1], f"{taken} and nothing more") if taken else (more[0], "nothing more")
-                raise InputError(f"{extra}: gpipe list {what} takes {allowed}; leave it out")
+                raise InputError(f"{extra}: gpipe list {what} takes {allowed}; remove it")
             hint = suggest_nearest(what, list(TOPICS)) or f"; choose one of {', '.join(TOPICS)}"
-            raise InputError(f"{what}: there is no such list{hint}")
+            raise InputError(f"{what}: no such list{hint}")
     if settings["format"] != TABLE:
         sys.stdout.write(to_text(table, settings["format"]))
         return 0

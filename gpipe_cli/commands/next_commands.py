@@ -10,7 +10,7 @@ _BEGINS = f"resume={RESUME_AUTO}"
 _MIN_SAMPLES = 2  # of a micro-batch: batch norm cannot train on a single value per channel
 # settings and groups for the old K only
 _K_SETTINGS = ("partitions", "partition", "placement", "stages_per_process")
-# Settings without a meaning for a check, which runs a mini-batch in a folder of its own; it refuses some of them.
+# Settings without a meaning for a check, which runs a mini-batch in its own folder; it refuses some of them.
 _NOT_REPEATED = ("epochs", *(key for key in PER_INVOCATION if key != "output"))
 
 
@@ -36,7 +36,7 @@ def next_commands(
 
 def _suggest_change(config: TrainConfig, layers: int, train_samples: int) -> tuple[str, Collection[str]] | None:
     """A setting with a visible effect, and the typed settings that it replaces: twice as many micro-batches, which
-    halves the bubble; or a pipeline in place of none, and the reverse. None for a single layer."""
+    halves the bubble; or a pipeline instead of none, and the reverse. None for a single layer."""
     if config.partitions == 1:
         return ("partitions=2", _K_SETTINGS) if layers > 1 else None
     doubled = 2 * config.micro_batches
@@ -60,5 +60,5 @@ def _command(command: str, typed: Iterable[str], dropped: Collection[str], forma
 
 
 def _chosen_number(key: str, config: TrainConfig) -> str:
-    """The number that was chosen for a setting; "" if `auto` is no number there."""
+    """The number that was chosen for a setting; "" if `auto` is not a number there."""
     return str(getattr(config, key)) if key in (*AUTO, *AUTO_BATCH) else ""

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     line = parse_command_line("plan", arguments)
     form = options["format"]
     line.check_allowed(
-        dict.fromkeys(("resume", "dry_run", "quiet"), "a plan runs nothing, and is what is shown; leave it out")
+        dict.fromkeys(("resume", "dry_run", "quiet"), "a plan runs nothing, and is what is shown; remove it")
     )
     check_not_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
     if line.options["multirun"] and not line.only_prints:
@@ -70,7 +70,7 @@ def _make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> _Request:
     settings = command_settings(PlanSettings, "plan", cfg)
     config, auto = training_config(cfg, overrides)
     if settings.solve is not None and config.partition.balance is not None:
-        why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
+        why = f"is a cut of one size of the model, and solve={settings.solve} tries others; remove it"
         raise InvalidSettingError("partition.balance", config.partition.balance, why)
     if settings.solve is not None and auto:
         raise InputError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
@@ -86,7 +86,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
     config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # only the JSON or CSV document goes to stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, show_preparation():
-        if config.cost != "figures" and config.hardware.is_this_machine:
+        if config.cost != "datasheet" and config.hardware.is_this_machine:
             fork_server.start()  # the server imports torch in parallel with this process
         import_in_thread("gpipe_cli.commands.plan_run")  # torch comes with it
         from gpipe_cli.commands.plan_run import plan
@@ -97,8 +97,8 @@ def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
 def _sweep(line: CommandLine, form: str) -> int:
     """Plan each combination of the settings; print a table of the plans, or all of them as a JSON or CSV document."""
     for key, why in (
-        ("run_folder", "each plan of a sweep has a folder of its own; give output=FOLDER"),
-        ("write_schedule", "each plan of a sweep has a schedule of its own; plan one of them without -m"),
+        ("run_folder", "each plan of a sweep has its own folder; give output=FOLDER"),
+        ("write_schedule", "each plan of a sweep has its own schedule; plan one of them without -m"),
         ("verbose", "a sweep is a table with a row for each plan; plan one of them without -m"),
     ):
         if (value := line.overrides.get(key)) is not None:

@@ -93,7 +93,7 @@ def plan(
 
 
 def _check_data_sheet(config: TrainConfig, solve: str | None, *, several: bool) -> None:
-    """Raises InputError if a plan by a data sheet lacks a figure; `several` partitions need the link's figure, too."""
+    """Raises InputError if a plan by a data sheet lacks a figure; `several` partitions also need the link's figure."""
     layout = layout_of(config)
     hardware = with_data_sheet(config.hardware, layout.devices)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]

@@ -23,8 +23,8 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural
 
-_DOMINANT_FRACTION = 0.9  # share of the work on one of several processes above which a line says so; our choice
-_IMBALANCE_RATIO = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
+_DOMINANT_FRACTION = 0.9  # share of the work on one of several processes above which a line is printed; our choice
+_IMBALANCE_RATIO = 1.1  # ratio of the largest to the mean work of a process above which a line is printed; our choice
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _threads_note(config: TrainConfig, saved: TrainConfig | None, processes: int
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:
-        yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses anew"
+        yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses again"
 
 
 def _preprocessing_note(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -152,15 +152,15 @@ def _preprocessing_text(images: ImagesConfig | Preprocessing) -> str:
 
 
 def _device_sharing_note(layout: Layout) -> Iterator[tuple[str, str]]:
-    """A line of the banner if stages or threads take turns, so that a measurement is not a pipeline's speed."""
+    """A line of the banner if stages share a device, or threads a core: then a speed is not a pipeline's."""
     processes = layout.local_processes
     threads, cores = plural(layout.threads, "thread"), plural(usable_cores(), "core")
     if layout.short_of_cores and processes == 1:
-        yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
+        yield "cores", f"{threads} share {cores}; threads={usable_cores()} is faster"
     elif layout.short_of_cores:
-        yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
+        yield "cores", f"{processes} processes of {threads} share {cores}: not a pipeline's speed"
     elif layout.one_device:
-        yield "devices", f"{len(layout.devices)} stages take turns on {layout.devices[0]}: not a pipeline's speed"
+        yield "devices", f"{len(layout.devices)} stages share {layout.devices[0]}: not a pipeline's speed"
 
 
 def _no_effect_notes(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ from gpipe_cli.system.gpus import Gpu
 class ReproduceSettings:
     """Settings of a recipe as a whole, and not of the commands that it runs."""
 
-    scale: Literal["auto", "smoke", "desk", "paper"]
+    scale: Literal["auto", "smoke", "small", "paper"]
     output: str
     run_folder: str | None
 
@@ -44,7 +44,7 @@ class Machine:
         if recipe_settings.scale != "auto":
             return recipe_settings.scale, "as requested"
         if any(key_of(setting) == "device" and setting.endswith("=cpu") for setting in given):
-            return "desk", "device=cpu uses no GPU"
+            return "small", "device=cpu uses no GPU"
         return recipe.needs.fitting_scale(self.gpus)
 
     def reproduce(
@@ -80,9 +80,11 @@ def run_forked(console: Console, command: Sequence[str], log: IO[str]) -> None:
 
 
 def check_known(recipe: Recipe, given: Sequence[str]) -> None:
-    """Raises InvalidValueError for what is no setting, whatever data set and model the scale brings."""
+    """Raises InvalidValueError for unknown settings, whatever data set and model the scale brings."""
     try:
-        _trees(recipe.name, recipe.folder).compose([setting for setting in given if only_command_of(setting) is None])
+        _composer(recipe.name, recipe.folder).compose(
+            [setting for setting in given if only_command_of(setting) is None]
+        )
     except InvalidValueError:
         raise
     except InputError:  # another scale may have the setting: its commands will report it
@@ -92,9 +94,9 @@ def check_known(recipe: Recipe, given: Sequence[str]) -> None:
 @cache
 def make_recipe_simulator(name: str, folder: str = str(RECIPES_DIR)) -> Simulate:
     """A function that plans the recipe `name` of a folder with given settings; it raises InputError as `gpipe plan`."""
-    return make_simulator(lambda settings: training_config(_trees(name, folder).compose(settings), {}))
+    return make_simulator(lambda settings: training_config(_composer(name, folder).compose(settings), {}))
 
 
 @cache
-def _trees(name: str, folder: str) -> ConfigComposer:
+def _composer(name: str, folder: str) -> ConfigComposer:
     return ConfigComposer(parse_command_line("train", ["-cd", folder, "-cn", name]), TRAINING_KEYS)

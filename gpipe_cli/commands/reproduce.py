@@ -1,7 +1,7 @@
 """`gpipe reproduce`: tables, figures and results of the paper, at the scale that the machine allows.
 
 Several recipes share a folder, with a subfolder each. A recipe that is done does not run again, as the whole paper
-takes over an hour at desk scale and may be interrupted. The results become a page and, once all recipes are done,
+takes over an hour at small scale and may be interrupted. The results become a page and, once all recipes are done,
 part of the recipes' README.
 """
 
@@ -20,6 +20,7 @@ from gpipe_cli.commands.command_line import find_config_dir, parse_command_line
 from gpipe_cli.commands.command_runner import import_torch
 from gpipe_cli.commands.folders import lock_folder
 from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, check_known
+from gpipe_cli.config.old_words import update_argument, update_words
 from gpipe_cli.config.schema import parse_config
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
@@ -36,7 +37,7 @@ from gpipe_cli.system.files import contents, read_text, write_atomic
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.units import duration
 
-HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers beside ours.
+HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers next to ours.
 
 Usage: gpipe reproduce                               lists the recipes
        gpipe reproduce NAME [setting=value ...]      runs one
@@ -44,26 +45,26 @@ Usage: gpipe reproduce                               lists the recipes
        gpipe reproduce -cd FOLDER -cn NAME [...]     runs one of your own, FOLDER/NAME.yaml
 
 Settings
-  scale      paper: as in the paper | desk: scaled down to two CPU cores | auto: paper if its GPUs are here, otherwise
-             desk | smoke: only to see that the code runs, in seconds (auto)
+  scale      paper: as in the paper | small: scaled down to two CPU cores | auto: paper if its GPUs are here, otherwise
+             small | smoke: only to see that the code runs, in seconds (auto)
   output     folder in which the command makes a folder for everything that it writes (outputs)
   run_folder the folder of several recipes itself; recipes that are done there do not run again
   any other  goes to every command of the recipe: seed=1, batch_size=64; numbers of another size than the paper's
              are then not compared with it
 
-Writes reproduction.md, reproduction.json and log.txt, beside the runs themselves. Several recipes have a folder each,
-beside report.html about all of them, and README.md once every recipe is done.
+Writes reproduction.md, reproduction.json and log.txt, next to the runs themselves. Several recipes have a folder each,
+next to report.html about all of them, and README.md once every recipe is done.
 
 Examples
   gpipe reproduce table2_amoebanet
   gpipe reproduce transfer_cifar10 scale=paper dataset.root=data
   gpipe reproduce all scale=smoke                                   tries every recipe within minutes
-  gpipe reproduce all scale=desk run_folder=outputs/paper           begins, or continues after an interruption
-  gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
+  gpipe reproduce all scale=small run_folder=outputs/paper           begins, or continues after an interruption
+  gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is also a configuration
 """
 UNSUPPORTED = {
     **dict.fromkeys(("resume", "hydra.sweep.dir"), "a recipe makes its own folders; give output=FOLDER"),
-    "quiet": "a recipe's commands print into log.txt; leave it out",
+    "quiet": "a recipe's commands print into log.txt; remove it",
     "dry_run": "a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true",
 }
 USAGE_HINT = "gpipe reproduce NAME runs one, gpipe reproduce all runs all"
@@ -81,11 +82,11 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
         folder = find_config_dir(arguments[1])
         arguments = arguments[3:]
-    # a path such as ../micro_batches=4 is no setting
+    # a path such as ../micro_batches=4 is not a setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
         if argument.startswith("-"):
-            raise InputError(f"{argument}: there is no such option; gpipe reproduce --help names all")
+            raise InputError(f"{argument}: no such option; gpipe reproduce --help names all")
         if argument.startswith("~"):
             raise InputError(f"{argument}: settings cannot be removed; write NAME setting=value, or use gpipe train")
     line = parse_command_line("reproduce", [argument for argument in arguments if argument not in rest])
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         show_line(console, f"{USAGE_HINT}; gpipe reproduce --help")
         return 0
     if folder != RECIPES_DIR and len(rest) > 1:
-        raise InputError(f"{rest[1]}: your own recipes run one at a time; leave it out")
+        raise InputError(f"{rest[1]}: your own recipes run one at a time; remove it")
     every = rest == [ALL] and folder == RECIPES_DIR
     chosen = [read_recipe(name, folder) for name in (recipe_names() if every else dict.fromkeys(rest))]
     given = tuple(setting for setting in keep_last(line.typed) if key_of(setting) not in defaults)
@@ -134,9 +135,9 @@ def _reproduce_one(recipe: Recipe, recipe_settings: ReproduceSettings, given: tu
     with lock_folder(_new_folder(recipe_settings, recipe.name), f"output={recipe_settings.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{scale}: {why}"), ("folder", str(folder))]
-        if scale == "desk":
+        if scale == "small":
             without = " without the given settings" if given else ""
-            facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
+            facts.append(("takes", f"{recipe.small.duration} on 2 CPU cores{without}"))
         print_fields(console, facts)
         try:
             reproduction = machine.reproduce(recipe, recipe_settings, given, folder)
@@ -177,11 +178,15 @@ def _reproduce_several(
         machine = Machine(console, usable_gpus())
         write_result(folder, request, REQUEST_FILE)
         settings = [setting for setting in (f"scale={recipe_settings.scale}", *given) if setting != "scale=auto"]
-        go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {format_override('run_folder', str(folder))}"
-        print_fields(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
+        continue_command = (
+            shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {format_override('run_folder', str(folder))}"
+        )
+        print_fields(
+            console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", continue_command)]
+        )
         failed: dict[str, str] = {}
         begin = time.monotonic()
-        took = stated = 0.0  # seconds that the recipes run so far took, and those that their files state for a desk
+        took = stated = 0.0  # seconds: what the recipes run so far took, and what their files state for scale=small
         for at, recipe in enumerate(recipes, start=1):
             below = folder / recipe.name
             which = f"{at} of {len(recipes)}"
@@ -189,9 +194,9 @@ def _reproduce_several(
                 show_line(console, f"{which:<12} {recipe.name}: is done")
                 continue
             left = ""
-            if took or machine.scale(recipe, recipe_settings, given)[0] == "desk":
+            if took or machine.scale(recipe, recipe_settings, given)[0] == "small":
                 todo = sum(
-                    60 * waiting.desk.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
+                    60 * waiting.small.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
                 )
                 left = f", about {duration(todo * took / stated if took else todo)} left"
             so_far = f"; {duration(time.monotonic() - begin)} used" if took else ""
@@ -202,10 +207,10 @@ def _reproduce_several(
                 reproduction = machine.reproduce(recipe, recipe_settings, given, below)
                 write_reproduction(reproduction, below)
                 took += reproduction.seconds
-                stated += 60 * recipe.desk.minutes
+                stated += 60 * recipe.small.minutes
             except KeyboardInterrupt:
                 show_line(console, f"interrupted; what is done stays in {folder}; continue with", "bold yellow")
-                show_line(console, go_on)
+                show_line(console, continue_command)
                 raise
             except (CommandFailedError, InputError) as error:
                 failed[recipe.name] = str(error)
@@ -215,12 +220,14 @@ def _reproduce_several(
         _write_report(folder, failed)  # even if every recipe was done before
         for name, reason in failed.items():
             show_line(console, f"{name} failed: {reason}", "bold red")
-        print_fields(console, [*([("try again", go_on)] if failed else []), ("report", str(folder / REPORT))])
+        print_fields(
+            console, [*([("try again", continue_command)] if failed else []), ("report", str(folder / REPORT))]
+        )
     return 1 if failed else 0
 
 
 def _recreate_folder(folder: Path) -> None:
-    """Make the folder of a recipe, in place of what an interrupted or failed run of it has left: its log is the first
+    """Make the folder of a recipe, replacing what an interrupted or failed run of it has left: its log is the first
     file there. Raises InputError for anything else."""
     has_files = any(not path.is_dir() for path in folder.rglob("*"))
     if folder.is_symlink() or (has_files and not (folder / LOG).is_file()):
@@ -239,9 +246,10 @@ def _check_same_request(folder: Path, request: dict[str, Any]) -> None:
         return
     if not (folder / REQUEST_FILE).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
-    before = read_result(folder, REQUEST_FILE)
+    before = update_words(read_result(folder, REQUEST_FILE))
+    before |= {"settings": [*map(update_argument, before.get("settings", []))]}
     if before != request:
-        has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
+        has = " ".join([f"scale={before.get('scale')}", *before["settings"]])
         raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")
 
 
@@ -257,10 +265,10 @@ def _write_report(folder: Path, failed: dict[str, str]) -> None:
 def recipes() -> Table:
     """A table of the recipes."""
     loaded = {name: read_recipe(name) for name in recipe_names()}
-    durations = [recipe.desk.duration for recipe in loaded.values()]
+    durations = [recipe.small.duration for recipe in loaded.values()]
     columns = [
         Column("recipe", cells=list(loaded)),
-        Column("at a desk", cells=durations, number=True, key="desk_duration"),
+        Column("small scale", cells=durations, number=True, key="small_duration"),
         Column("reproduces", cells=[recipe.title for recipe in loaded.values()], key="title"),
     ]
     return Table("", columns)

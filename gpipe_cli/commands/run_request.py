@@ -48,14 +48,13 @@ def load_run(
     add: Callable[[str], str] = format_target_setting,
     fallbacks: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """`load_run_config` of the run in `folder`, with the absolute path of its data."""
+    """`load_run_config` of the run in `folder`, with its data where the run found them (`follow_data`)."""
     return follow_data(load_run_config(folder, target, add, fallbacks), folder)
 
 
 def follow_data(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The configuration of the run in `folder` with the absolute path of its data: a relative dataset.root is that of
-    the working directory in which the run was started, unless there is nothing any more; then it is that of this
-    command's."""
+    """The configuration of the run in `folder` with the absolute path of its data: a relative dataset.root starts from
+    the working directory in which the run was started or, if there is nothing any more, from this command's."""
     result = run_result_or_none(folder)
     root, started_in = config.dataset.root, result.starts[-1].folder if result and result.starts else ""
     if root is None or not started_in or not os.path.exists(followed := os.path.join(started_in, root)):

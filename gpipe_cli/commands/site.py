@@ -28,7 +28,7 @@ Writes a site that explains pipelining to readers who have installed nothing.
 Usage: gpipe site FOLDER [setting=value ...]
 
 Settings
-  those of gpipe plan: the explorer shows this plan; without any, that of the default training
+  as of gpipe plan: the explorer shows this plan; without any, the plan of the default training
 
 Files
   index.html         GPipe in five scenes that move as one scrolls or presses a key
@@ -42,7 +42,7 @@ Examples
 
 Exit codes: 0 written, 2 not.
 """
-_NO_PRESETS = "the explorer has one plan; give its settings, as to gpipe plan, or leave it out"
+_NO_PRESETS = "the explorer has one plan; give its settings, as to gpipe plan, or remove it"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     line = replace(parse_command_line("site", settings, "a site has one plan"), command="train")
     line.check_allowed(
         {
-            **dict.fromkeys(("run_folder", "output"), "the site is written into FOLDER; leave it out"),
-            **dict.fromkeys(("resume", "dry_run", "quiet"), "a site runs nothing; leave it out"),
+            **dict.fromkeys(("run_folder", "output"), "the site is written into FOLDER; remove it"),
+            **dict.fromkeys(("resume", "dry_run", "quiet"), "a site runs nothing; remove it"),
             "presets": _NO_PRESETS,
         }
     )
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config, auto = training_config(cfg, line.overrides)
     with lock_folder(Path(word), word, new=False) as folder, show_preparation():
-        if config.cost != "figures":
+        if config.cost != "datasheet":
             fork_server.start()  # the server imports torch in parallel with this process
         import_in_thread("gpipe_cli.commands.prepare")
         from gpipe_cli.commands.prepare import prepare

@@ -18,12 +18,12 @@ def split_arguments(arguments: Sequence[str], *keys: str) -> tuple[list[str], di
     given = {key: value for key, equals, value in divided if equals and key in keys}
     words = [argument for argument in arguments if "=" not in argument or argument.partition("=")[0] not in keys]
     if "" in words:  # Path("") is the working directory
-        raise InputError("'': must not be empty; give a name, or leave it out")
+        raise InputError("'': must not be empty; give a name, or remove it")
     for key in (key for key, value in given.items() if not value):
-        raise InvalidSettingError(key, "", f"must not be empty; give {key}=..., or leave it out")
+        raise InvalidSettingError(key, "", f"must not be empty; give {key}=..., or remove it")
     for key, equals, value in (word.partition("=") for word in words if not os.path.exists(word)):
         if equals and (near := suggest_nearest(key, keys)):
-            raise InvalidSettingError(key, value, f"there is no such setting{near}")
+            raise InvalidSettingError(key, value, f"no such setting{near}")
     if (form := given.setdefault("format", FORMATS[0])) not in FORMATS:
         raise InvalidSettingError("format", form, f"must be one of {', '.join(FORMATS)}; for example format=json")
     return words, given

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpipe_cli.commands import folders
+from gpipe_cli.config.old_words import update_argument
 from gpipe_cli.config.settings import CONFIG_FILE
 from gpipe_cli.errors import InputError, describe_error
 from gpipe_cli.reporting.run.lines import format_override
@@ -50,27 +51,28 @@ class SweepFolder:
 
     @classmethod
     def read(cls, path: Path) -> "SweepFolder":
-        """The sweep that lies in `path`. Raises InputError if it cannot be read."""
+        """The sweep in `path`. Raises InputError if it cannot be read."""
         saved = read_result(path, SWEEP_FILE)
         try:
-            sweep = cls(saved["command"], [str(argument) for argument in saved["arguments"]], path)
-            attempts = [Attempt(**values) for values in saved["runs"]]
+            sweep = cls(saved["command"], [update_argument(str(argument)) for argument in saved["arguments"]], path)
+            names = [",".join(map(update_argument, values["name"].split(","))) for values in saved["runs"]]
+            attempts = [Attempt(**values | {"name": name}) for values, name in zip(saved["runs"], names, strict=True)]
             sweep.attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
             for folder in {Path(attempt.folder) for attempt in attempts if attempt.folder}:
                 if folder.name in ("", "..") or folder != Path(folder.name):
-                    raise TypeError(f"{folder} is no folder in it")
-        except (KeyError, TypeError) as error:
+                    raise TypeError(f"{folder} is not a folder in it")
+        except (KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{path / SWEEP_FILE}: cannot be read as a sweep ({describe_error(error)}); begin it again"
             ) from error
         return sweep
 
     def lock(self, path: Path) -> Path:
-        """Lock and return the sweep's folder: `path`, or a numbered folder beside it if that exists and was not typed.
+        """Lock and return the sweep's folder: `path`, or a numbered folder next to it if that exists and was not typed.
 
         Two processes resuming the same sweep would run everything twice, and remove each other's folders. A run whose
         sweep was killed may still be ending, so a resumed sweep waits for it. Forks of this process hold the lock.
-        Raises InputError if a sweep, or a file that it would replace, lies at the typed path, if a process is at work
+        Raises InputError if a sweep, or a file that it would replace, is at the typed path, if a process is at work
         there, or if the folder cannot be created.
         """
         typed = any(argument.startswith(SWEEP_DIR_SETTING) for argument in self.arguments)
@@ -81,8 +83,8 @@ class SweepFolder:
         for name in (SWEEP_FILE, *((BENCH_FILE, BENCH_CSV_FILE) if self.command == "bench" else ())):
             if typed and os.path.lexists(folder / name):
                 self.release()
-                what, go_on = ("a sweep", f"go on with it by resume={path} or ") if name == SWEEP_FILE else (name, "")
-                raise InputError(f"{setting}: {what} lies there already; {go_on}choose another")
+                what, remedy = ("a sweep", f"resume it with resume={path} or ") if name == SWEEP_FILE else (name, "")
+                raise InputError(f"{setting}: {what} is there already; {remedy}choose another")
         self.path = folder
         return folder
 
@@ -97,7 +99,7 @@ class SweepFolder:
         """Remove the folder of an attempt that begins again in a new folder, unless there is a reason to keep it, such
         as a file that no run has written.
 
-        Comparisons and TensorBoard would show an interrupted run beside the run that replaces it. A failed run's folder
+        Comparisons and TensorBoard would show an interrupted run next to its replacement. A failed run's folder
         may hold the reason, and a checkpoint may be of use: these folders stay, and are compared too.
         """
         assert self.path is not None

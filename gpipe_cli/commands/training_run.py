@@ -107,7 +107,7 @@ def evaluation_config(config: TrainConfig) -> TrainConfig:
     """The settings for an evaluation of a run: nothing is kept for a backward, so what was planned for the memory of
     the training does not matter."""
     hardware = replace(config.hardware, memory_gib=None)
-    return replace(config, recompute="never", cost="figures", compile=False, hardware=hardware)
+    return replace(config, recompute="never", cost="datasheet", compile=False, hardware=hardware)
 
 
 def _train(

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
+from gpipe_cli.config.old_words import VALUES
+
 # Name of a setting in other programs, in any group -> ours, where they are too different for `suggest_nearest`.
 ALIASES = dict.fromkeys(("lr", "learning_rate"), "learning_rate=constant learning_rate.peak")
 # Pattern of SETTING=VALUE in other programs -> how it is written here, {} standing for the value.
@@ -15,11 +17,12 @@ _VALUE_ALIASES = {
     "optimizer=adamw": "optimizer=adam optimizer.decoupled=true",
     "model=vit": "model=timm model.name=vit_base_patch16_224 dataset.image_size=224",
     **{f"model=resnet{depth}": f"model=resnet model.depth={depth}" for depth in (18, 34, 50, 101, 152)},
+    **{f"{key}={old}": f"{key}={new}" for key, words in VALUES.items() for old, new in words.items()},
     # names on the hub, and names of families
     **dict.fromkeys(("model=gpt2*", "model=bert-*", "model=t5-*"), "model=hf model.name={}"),
     **dict.fromkeys(
         (f"model={name}*" for name in ("llama", "mistral", "qwen", "gemma", "olmo", "phi", "bert", "t5", "flan-t5")),
-        "model=hf model.name=FOLDER, that of its config.json, or its name on the hub",
+        "model=hf model.name=FOLDER, which holds its config.json, or its name on the hub",
     ),
 }
 

@@ -1,8 +1,8 @@
 """The settings of the groups that offer choices: model=, dataset=, optimizer=, learning_rate=, hardware=.
 
-In each group, `name` identifies the choice. Models: those of the paper's sections 3 to 5, those of timm and of Hugging
+In each group, `name` identifies the choice. Models: the paper's of sections 3 to 5, timm's and Hugging
 Face, and the user's own. Data sets: the paper's images (section 4) and text (sections 2.2 and 5), and the user's own.
-Optimizers and learning rates: the paper's RMSProp with its decay, and those of its Transformers and of today's models.
+Optimizers and learning rates: the paper's RMSProp with its decay, and what its Transformers and today's models use.
 Hardware: what a plan needs of an accelerator and its link to the next (the paper's: TPUs, and GPUs without a fast
 interconnect, 3 and 3.2).
 """
@@ -86,7 +86,7 @@ class TimmConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021), which are trained in place of the weights of a model."""
+    """Low-rank adapters (Hu et al. 2021), which are trained instead of a model's weights."""
 
     rank: Annotated[int, Range(1, 100_000)]
     alpha: Annotated[int, Range(1, 1_000_000)] = 16  # adapters are multiplied by alpha / rank
@@ -99,7 +99,7 @@ class HuggingFaceConfig:
 
     name: str  # a folder with config.json, or a name on the hub
     pretrained: bool
-    config: dict[str, Any] | None  # settings that replace those of config.json
+    config: dict[str, Any] | None  # settings that replace config.json's
     attention: Literal["eager", "sdpa"]
     length: Tokens  # tokens of a sequence at most; for text only
     lora: LoraConfig | None = None
@@ -207,7 +207,7 @@ _Deviation = Annotated[float, Range(MIN_FLOAT, 1, suggest=0.5, why="as pixels co
 
 @dataclass(frozen=True, slots=True)
 class AugmentationConfig:
-    random_resized_crop: tuple[_Area, _Area] | None  # least and greatest share of the image's area
+    random_resized_crop: tuple[_Area, _Area] | None  # smallest and largest share of the image's area
     horizontal_flip: bool
     cutout: Pixels  # side of the masked square; 0: off
     shift: Pixels  # most pixels up, down, left or right; 0: off
@@ -282,7 +282,7 @@ PREPROCESSING_KEYS = ("mean", "std", "interpolation")  # settings of images that
 
 @dataclass(frozen=True, slots=True)
 class ImagesConfig:
-    """An image data set. Fields with a default are settings that only some sets have; a set's YAML says which."""
+    """An image data set. Fields with a default are settings that only some sets have: their YAML has them."""
 
     name: ImagesName
     image_size: Annotated[int, Range(8, 16_384)]  # pixels of each side
@@ -291,7 +291,7 @@ class ImagesConfig:
     root: str | None = None
     download: bool = False
     partial: bool = False
-    classes: tuple[int, ...] | None = None  # these classes only, numbered anew in this order
+    classes: tuple[int, ...] | None = None  # these classes only, renumbered in this order
     train_samples: Samples | None = None
     test_samples: Samples | None = None
     validation: Validation = None
@@ -380,9 +380,7 @@ def _check_settings(config: DatasetConfig, needed: dict[str, bool], optional: di
                 f"dataset.{key}", None, f"dataset={config.name} needs a value; give dataset.{key}=..."
             )
         if not is_allowed and value not in (None, False):
-            raise InvalidSettingError(
-                f"dataset.{key}", value, f"dataset={config.name} has no such setting; leave it out"
-            )
+            raise InvalidSettingError(f"dataset.{key}", value, f"dataset={config.name} has no such setting; remove it")
 
 
 # --- learning_rate and optimizer
@@ -491,10 +489,10 @@ class HardwareConfig:
 
     @property
     def is_this_machine(self) -> bool:
-        """Whether the figures are those of this machine's devices."""
+        """Whether the figures describe this machine's devices."""
         return self.name == "auto"
 
     def peak(self, precision: Precision) -> tuple[str, float | None]:
-        """Key and value of the peak of products and convolutions in `precision`; those of float32 if it has none."""
+        """Key and value of the peak of products and convolutions in `precision`, or else in float32."""
         reduced = {"tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}.get(precision)
         return ("peak_tflops", self.peak_tflops) if reduced is None else (f"{precision}_tflops", reduced)

@@ -24,25 +24,32 @@ SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule
 
 
 class Affects(Flag):
-    """What depends on a setting. Each field of `TrainConfig` says so in its metadata; see `settings_affecting`."""
+    """What depends on a setting. Each field of `TrainConfig` has it as metadata; see `settings_affecting`."""
 
     LAYERS = auto()  # the layers that are traced: their shapes, operations and bytes
     SECONDS = auto()  # how long layers of given shapes take
-    SCALE = auto()  # data, sizes or training: with another value, figures of the paper are not comparable
-    STEP = auto()  # what a step does; others decide how many there are, and what happens between them
-    RUN = auto()  # what a run does, also when it is resumed; others are of one invocation of the command
-    COMPARED = auto()  # what two runs may differ in; others say where a run is written, and how it goes on
+    SCALE = auto()  # data, sizes or training: with another value, the paper's numbers are not comparable
+    STEP = auto()  # what a step does, not how many there are or what happens between them
+    RUN = auto()  # what a run does, also when it is resumed, not only this invocation of the command
+    COMPARED = auto()  # what two runs may differ in, not where a run is written or how it is resumed
 
 
-SWEEP_DIR_SETTING = {"affects": Affects(0)}
-INVOCATION = {"affects": Affects.SCALE | Affects.COMPARED}
-WRITING = {"affects": Affects.RUN | Affects.COMPARED}
-COURSE = {"affects": Affects.SCALE | Affects.RUN | Affects.COMPARED}
-MACHINE = {"affects": Affects.STEP | Affects.RUN | Affects.COMPARED}
-KERNELS = {"affects": MACHINE["affects"] | Affects.LAYERS}
-STEP = {"affects": MACHINE["affects"] | Affects.SCALE}
-LAYERS = {"affects": STEP["affects"] | Affects.LAYERS}
-SECONDS = {"affects": LAYERS["affects"] | Affects.SECONDS}
+def _affects(*answers: int) -> dict[str, Affects]:
+    return {"affects": Affects(sum(what.value for what, yes in zip(Affects, answers, strict=True) if yes))}
+
+
+# fmt: off
+#                     LAYERS SECONDS SCALE STEP RUN COMPARED
+FOLDERS    = _affects(     0,      0,    0,   0,  0,       0)
+INVOCATION = _affects(     0,      0,    1,   0,  0,       1)
+WRITING    = _affects(     0,      0,    0,   0,  1,       1)
+COURSE     = _affects(     0,      0,    1,   0,  1,       1)
+MACHINE    = _affects(     0,      0,    0,   1,  1,       1)
+KERNELS    = _affects(     1,      0,    0,   1,  1,       1)
+STEP       = _affects(     0,      0,    1,   1,  1,       1)
+LAYERS     = _affects(     1,      0,    1,   1,  1,       1)
+SECONDS    = _affects(     1,      1,    1,   1,  1,       1)
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,7 @@ class PipelineSettings:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
+        """Whether the schedule may split backwards into the inputs' and the weights' (zero bubble)."""
         return not self.compile and (self.schedule in SCHEDULES_THAT_SPLIT or self.schedule_is_file)
 
     @property
@@ -89,9 +96,9 @@ class PipelineSettings:
         if (placement := self.placement) is None:
             return
         if self.schedule_is_file:
-            why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
+            why = f"schedule={self.schedule} assigns the stages to devices; remove either"
             raise InvalidSettingError("placement", placement, why)
         placed = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
         if placed not in (None, placement):
-            why = f"schedule={self.schedule} is made for placement={placed}; leave one of the two out"
+            why = f"schedule={self.schedule} is made for placement={placed}; remove either"
             raise InvalidSettingError("placement", placement, why)

@@ -1,4 +1,4 @@
-"""Converts plain trees of settings into typed dataclasses; each error is one line.
+"""Converts nested dictionaries of settings into typed dataclasses; each error is a line.
 
 A dataclass declares what a setting may be; an error names the setting, its value, what is allowed and the remedy.
 Values keep the type that YAML or the command line gave them, except that an int is accepted for a float, and a single
@@ -6,7 +6,7 @@ value for a list of that value.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -80,12 +80,12 @@ def unknown_setting_error(key: str, value: object, choices: Sequence[str]) -> In
         why = "the given configuration is not based on gpipe's own"
         return InvalidValueError(key, value, f"{why}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
-        return InvalidSettingError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
+        return InvalidSettingError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; remove it")
     ours = ALIASES.get(key.rpartition(".")[2])
     elsewhere = (
         f"; write {ours}={format_value(value)}" if ours else suggest_nearest(key, _settings_accepting(value, choices))
     )
-    return InvalidValueError(key, value, f"there is no such setting{elsewhere}; --cfg job lists all")
+    return InvalidValueError(key, value, f"no such setting{elsewhere}; --cfg job lists all")
 
 
 def _settings_accepting(value: object, keys: Sequence[str]) -> list[str]:
@@ -101,72 +101,100 @@ def quote(value: object) -> str:
     return QuotedString(str(value), Quote.single).with_quotes()
 
 
-def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, list_length: int = 0) -> Any:
-    """`value` converted to `kind`. key: its setting; listed: it is an item of a list of so many, or of any number, 1;
-    keys: suggestions for typos."""
+def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], list_length: int = 0) -> Any:
+    """`value`, of the setting `key`, converted to `kind`. keys: what a typo may have meant; list_length: of the list
+    that `value` is an item of, 1 if any length is allowed; 0 outside of lists."""
     if value == "???":
         raise InvalidValueError(key, value, f"a value is required; give {key}=...")
+    converter = _CONVERTERS.get(get_origin(kind) or kind, _convert_group)
+    return converter(kind, value, key, keys, list_length)
+
+
+def _convert_annotated(kind: Any, value: Any, key: str, keys: Sequence[str], list_length: int) -> Any:
+    number_type, bounds = get_args(kind)
+    number = _convert(number_type, value, key, keys)
+    _check_bounds(key, number, bounds, list_length)
+    return number
+
+
+def _convert_union(kind: Any, value: Any, key: str, keys: Sequence[str], _: int) -> Any:
+    """Several groups, `X | None`, or a number or a word, `X | Literal[...] | None`."""
     if len(options := _group_types(kind)) > 1:
         return _convert(_choose_option(options, value), value, key, keys)
-    if get_origin(kind) is Annotated:
-        bare, bounds = get_args(kind)
-        number = _convert(bare, value, key, keys)
-        _check_bounds(key, number, bounds, list_length)
-        return number
-    if get_origin(kind) in (UnionType, Union):  # `X | None`, or a number or a word, `X | Literal[...] | None`
-        present, *words = (option for option in get_args(kind) if option is not NoneType)
-        if value is None or any(value in get_args(option) for option in words):
-            return value
-        if words and type(value) is str:
-            known_words = ", ".join(map(format_value, get_args(words[0])))
-            raise InvalidValueError(key, value, f"must be a number or {known_words}; for example {key}={known_words}")
-        return _convert(present, value, key, keys)
-    if _is_group(kind):
-        if isinstance(value, dict):
-            return _convert_group(kind, value, key, keys)
-        meant = suggest_nearest(key, _settings_accepting(None, keys), minimum=0.9)
-        allowed = "is a group of settings" + (meant or f"; set one of them, e.g. {key}.{fields(kind)[0].name}=...")
-    elif get_origin(kind) is dict:
-        if isinstance(value, dict):
-            return value
-        allowed = f"must be a group of settings; for example {key}={{NAME:VALUE}}"
-    elif get_origin(kind) is Literal:
-        if any(type(value) is type(word) and value == word for word in get_args(kind)):
-            return value
-        words = [format_value(word) for word in get_args(kind)]
-        meant = resolve_alias(key, format_value(value)) or f"{key}={f'[{words[0]}]' if list_length else words[0]}"
-        allowed = f"must be one of {', '.join(words)}; for example {meant}"
-    elif get_origin(kind) is tuple:
-        item_kind, *more = get_args(kind)
-        length = None if more == [...] else 1 + len(more)
-        given = value if isinstance(value, list) else [value] if length is None and _is_item(item_kind, value) else None
-        if given is not None and length in (None, len(given)):
-            return tuple(_convert(item_kind, item, key, keys, list_length=length or 1) for item in given)
-        count = f" of {length}" if length else ""
-        words = [str(word) for word in get_args(item_kind)] if get_origin(item_kind) is Literal else []
-        example = (
-            [format_value(value)]
-            if item_kind is str or format_value(value) in words
-            else words[:1] or ["1"] * (length or 2)
-        )
-        allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
-    elif kind is str and type(value) is str:
-        if is_one_line(value):
-            return value
-        allowed = "must be a text of one line that is not empty; give another, or leave it out"
-    elif kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # false for NaN, too
-        return float(value)
-    elif kind is not float and type(value) is kind:  # not isinstance: True is an int
+    present, *words = (option for option in get_args(kind) if option is not NoneType)
+    if value is None or any(value in get_args(option) for option in words):
         return value
-    else:
-        wanted = {
-            int: f"must be a whole number; for example {key}=4",
-            float: f"must be a finite number; for example {key}=0.5",
-            bool: f"must be true or false; for example {key}=true",
-            str: f"must be a text; put it in quotes: {key}='\"{format_value(value)}\"'",
-        }
-        allowed = wanted[kind]
-    raise InvalidValueError(key, value, allowed)
+    if words and type(value) is str:
+        known_words = ", ".join(map(format_value, get_args(words[0])))
+        raise InvalidValueError(key, value, f"must be a number or {known_words}; for example {key}={known_words}")
+    return _convert(present, value, key, keys)
+
+
+def _convert_group(kind: Any, value: Any, key: str, keys: Sequence[str], _: int) -> Any:
+    if not isinstance(value, dict):
+        meant = suggest_nearest(key, _settings_accepting(None, keys), minimum=0.9)
+        use = meant or f"; set one of them, e.g. {key}.{fields(kind)[0].name}=..."
+        raise InvalidValueError(key, value, f"is a group of settings{use}")
+    prefix = f"{key}." if key else ""
+    hints = get_type_hints(kind, include_extras=True)
+    for name, inner in value.items():
+        if name not in hints:
+            raise unknown_setting_error(f"{prefix}{name}", inner, keys)
+    for field in fields(kind):
+        if field.name not in value and field.default is MISSING:
+            raise InputError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
+    return kind(**{name: _convert(hints[name], inner, prefix + name, keys) for name, inner in value.items()})
+
+
+def _convert_literal(kind: Any, value: Any, key: str, _keys: Sequence[str], list_length: int) -> Any:
+    if any(type(value) is type(word) and value == word for word in get_args(kind)):
+        return value
+    words = [format_value(word) for word in get_args(kind)]
+    meant = resolve_alias(key, format_value(value)) or f"{key}={f'[{words[0]}]' if list_length else words[0]}"
+    raise InvalidValueError(key, value, f"must be one of {', '.join(words)}; for example {meant}")
+
+
+def _convert_tuple(kind: Any, value: Any, key: str, keys: Sequence[str], _: int) -> Any:
+    item_kind, *more = get_args(kind)
+    length = None if more == [...] else 1 + len(more)
+    items = value if isinstance(value, list) else [value] if length is None and _is_item(item_kind, value) else None
+    if items is not None and length in (None, len(items)):
+        return tuple(_convert(item_kind, item, key, keys, length or 1) for item in items)
+    words = [str(word) for word in get_args(item_kind)] if get_origin(item_kind) is Literal else []
+    example = words[:1] or ["1"] * (length or 2)
+    if item_kind is str or format_value(value) in words:
+        example = [format_value(value)]
+    count = f" of {length}" if length else ""
+    raise InvalidValueError(key, value, f"must be a list{count}; for example {key}=[{','.join(example)}]")
+
+
+def _convert_plain(kind: Any, value: Any, key: str, *_: Any) -> Any:
+    """A text, a number, true or false, or a dictionary of the user's."""
+    wanted = {
+        int: f"a whole number; for example {key}=4",
+        float: f"a finite number; for example {key}=0.5",
+        bool: f"true or false; for example {key}=true",
+        str: f"a text; put it in quotes: {key}='\"{format_value(value)}\"'",
+        dict: f"a group of settings; for example {key}={{NAME:VALUE}}",
+    }
+    plain = get_origin(kind) or kind
+    if plain is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # false for NaN
+        return float(value)
+    if plain is float or type(value) is not plain:  # not isinstance: True is an int
+        raise InvalidValueError(key, value, f"must be {wanted[plain]}")
+    if plain is str and not is_one_line(value):
+        why = "must be a text of one line that is not empty; give another, or remove it"
+        raise InvalidValueError(key, value, why)
+    return value
+
+
+_CONVERTERS: dict[Any, Callable[..., Any]] = {  # origin of a type, or the type -> its converter; others are groups
+    **dict.fromkeys((UnionType, Union), _convert_union),
+    Annotated: _convert_annotated,
+    Literal: _convert_literal,
+    tuple: _convert_tuple,
+    **dict.fromkeys((int, float, bool, str, dict), _convert_plain),
+}
 
 
 def _is_item(kind: Any, value: Any) -> bool:
@@ -177,7 +205,7 @@ def _is_item(kind: Any, value: Any) -> bool:
 
 
 def _check_bounds(key: str, number: float, bounds: Range, list_length: int = 0) -> None:
-    """Raises InvalidValueError for a number outside of its bounds, perhaps of a list of so many."""
+    """Raises InvalidValueError for a number out of its bounds, perhaps in a list of length `list_length`."""
     above = number > bounds.maximum or (bounds.exclusive_max and number == bounds.maximum)
     if not above and number >= bounds.minimum:
         return
@@ -196,18 +224,6 @@ def bounds(group: Any, name: str) -> Range:
     return within
 
 
-def _convert_group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) -> Any:
-    prefix = f"{path}." if path else ""
-    hints = get_type_hints(kind, include_extras=True)
-    for name, value in values.items():
-        if name not in hints:
-            raise unknown_setting_error(f"{prefix}{name}", value, keys)
-    for field in fields(kind):
-        if field.name not in values and field.default is MISSING:
-            raise InputError(f"{prefix}{field.name}: the setting is missing; give {prefix}{field.name}=...")
-    return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
-
-
 def _union_members(kind: Any) -> tuple[Any, ...]:
     """The members of a union type; for any other type, that type alone."""
     return get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
@@ -219,8 +235,8 @@ def _group_types(kind: Any) -> list[Any]:
 
 
 def _choose_option(options: Sequence[Any], value: Any) -> Any:
-    """The dataclass whose `name`, a Literal, allows that of `value`; else, of those whose `name` is any text, that
-    with most of the other settings."""
+    """The dataclass whose `name`, a Literal, allows the name in `value`; else, of the dataclasses with any text
+    as `name`, whichever has most of the other settings."""
     given = value if isinstance(value, dict) else {}
     hints = {option: get_type_hints(option) for option in options}
     named = [option for option, hint in hints.items() if given.get("name") in get_args(hint["name"])]

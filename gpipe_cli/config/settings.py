@@ -1,8 +1,8 @@
 """The settings of an experiment: K, M and the schedule (section 2 of the paper) and what is trained (sections 3 to 5).
 
-The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Commands convert Hydra's tree into
-dataclasses at once, so that no later code has to check whether a key exists. This module does not import torch:
-`--help` and `--cfg job` must answer at once.
+The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Commands convert Hydra's
+configuration into dataclasses immediately, so that no later code has to check whether a key exists. This module does
+not import torch: `--help` and `--cfg job` must answer immediately.
 """
 
 import io
@@ -19,8 +19,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
+from gpipe_cli.config.old_words import update_words
 from gpipe_cli.config.pipeline_settings import (
     COURSE,
+    FOLDERS,
     INVOCATION,
     KERNELS,
     LAYERS,
@@ -28,7 +30,6 @@ from gpipe_cli.config.pipeline_settings import (
     SCHEDULE_FILE,
     SECONDS,
     STEP,
-    SWEEP_DIR_SETTING,
     WRITING,
     Affects,
     Partitions,
@@ -54,7 +55,7 @@ _MAX_ALIASES = 20  # in a configuration file; each alias can double or triple th
 _LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # also as 0x... or 1:30:00; a float has up to 309 digits
 CONFIG_FILE = "config.yaml"  # a folder that holds this file is a run folder
 RESUME_AUTO = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
-BACKBONE = "taken"  # freeze=[taken]: all but the classifier, even if the classifier's weights are loaded too
+BACKBONE = "backbone"  # freeze=[backbone]: all but the classifier, even if the classifier's weights are loaded too
 
 Task = Literal["classification", "segmentation", "language_model", "translation"]
 TEXT_TASKS: tuple[Task, ...] = ("language_model", "translation")
@@ -84,7 +85,7 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         if self.balance is not None and self.method != "exact":
-            why = "partition.balance says where to cut already; leave one of the two out"
+            why = "partition.balance already sets the cut; remove either"
             raise InvalidSettingError("partition.method", self.method, why)
         if self.costs is not None and not any(self.costs):
             raise InvalidSettingError(
@@ -119,7 +120,7 @@ class TrainConfig(PipelineSettings):
     partition: PartitionConfig = field(metadata=STEP)
     preset: str | None = field(metadata=LAYERS)
     batch_size: BatchSize | None = field(metadata=STEP)  # N, samples of the whole mini-batch
-    batch_tokens: Count | None = field(metadata=STEP)  # most tokens of a mini-batch; for text, in place of batch_size
+    batch_tokens: Count | None = field(metadata=STEP)  # most tokens of a mini-batch; for text, instead of batch_size
     epochs: Count = field(metadata=COURSE)
     max_steps: Count | None = field(metadata=INVOCATION)
     gradient_clipping: NotNegative = field(metadata=STEP)  # 0: off
@@ -136,14 +137,14 @@ class TrainConfig(PipelineSettings):
     threads: Threads | None = field(metadata=MACHINE)
     data_workers: DataWorkers | None = field(metadata=MACHINE)
     timeout_seconds: TimeoutSeconds = field(metadata=MACHINE)
-    output: str = field(metadata=SWEEP_DIR_SETTING)
+    output: str = field(metadata=FOLDERS)
     logger: tuple[Logger, ...] = field(default=("tensorboard",), metadata=MACHINE)
-    run_folder: str | None = field(metadata=SWEEP_DIR_SETTING)
-    resume: str | None = field(metadata=SWEEP_DIR_SETTING)
-    max_restarts: MaxRestarts = field(default=0, metadata=SWEEP_DIR_SETTING)
+    run_folder: str | None = field(metadata=FOLDERS)
+    resume: str | None = field(metadata=FOLDERS)
+    max_restarts: MaxRestarts = field(default=0, metadata=FOLDERS)
     dry_run: bool = field(metadata=INVOCATION)
     quiet: bool = field(default=False, metadata=INVOCATION)
-    cost: Literal["figures", "measured", "measured_anew"] = field(metadata=MACHINE)
+    cost: Literal["datasheet", "profile", "reprofile"] = field(metadata=MACHINE)
     checkpoint: CheckpointConfig = field(metadata=WRITING)
     hardware: groups.HardwareConfig = field(metadata=STEP)
     model: groups.ModelConfig = field(metadata=SECONDS)
@@ -158,7 +159,7 @@ class TrainConfig(PipelineSettings):
         self._check_schedule()
         self._check_compile()
         if self.resume == RESUME_AUTO and self.run_folder is None:
-            why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
+            why = "starts in run_folder, or resumes the run there, and run_folder=null; add run_folder=FOLDER"
             raise InvalidSettingError("resume", self.resume, why)
 
     def _check_compile(self) -> None:
@@ -169,7 +170,7 @@ class TrainConfig(PipelineSettings):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
             raise InvalidSettingError("compile", True, f"{why}; use compile=false")
         if isinstance(self.model, groups.AmoebaNetConfig) and self.model.drop_path:
-            why = f"model.drop_path={self.model.drop_path:g} grows in every step, which would be compiled anew"
+            why = f"model.drop_path={self.model.drop_path:g} grows in every step, which would be compiled again"
             raise InvalidSettingError("compile", True, f"{why}; use model.drop_path=0 or compile=false")
 
     def _check_fine_tuning(self) -> None:
@@ -241,13 +242,13 @@ class TrainConfig(PipelineSettings):
         tokens, samples = self.batch_tokens, self.batch_size
         m, r = self.micro_batches, self.replicas
         if tokens is not None and not self.text:
-            raise InvalidSettingError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
+            raise InvalidSettingError("batch_tokens", tokens, "images have no tokens; remove it and use batch_size")
         if (samples is None) == (tokens is None):
             why = "both are given; add batch_tokens=null or batch_size=null"
-            why = why if samples else "neither is given, which says how large a mini-batch is; add batch_size=32"
+            why = why if samples else "neither is given, so a mini-batch has no size; add batch_size=32"
             raise InputError(f"batch_size={format_value(samples)}, batch_tokens={format_value(tokens)}: {why}")
         if tokens is not None and self.dataset.drop_last:
-            why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; leave it out"
+            why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; remove it"
             raise InvalidSettingError("dataset.drop_last", True, why)
         if tokens is not None and self.learning_rate.name == "paper":
             why = f"is so much per sample, and batch_tokens={tokens} counts tokens; use learning_rate=inverse_sqrt"
@@ -266,7 +267,6 @@ class TrainConfig(PipelineSettings):
 
 
 def settings_affecting(what: Affects) -> tuple[str, ...]:
-    """The settings that decide `what`."""
     return tuple(setting.name for setting in fields(TrainConfig) if what in setting.metadata["affects"])
 
 
@@ -379,14 +379,14 @@ def overridden_batch_key(given: Mapping[str, object]) -> str | None:
 
 
 def from_cfg(kind: type[T], cfg: DictConfig) -> T:
-    """Converts Hydra's tree into the dataclass `kind` and those nested in it. Raises InputError, as `from_values` and
-    `to_plain_dict` do."""
+    """Converts Hydra's configuration into the dataclass `kind` and those nested in it. Raises InputError for
+    invalid settings, and for an interpolation that cannot be resolved."""
     return from_values(kind, to_plain_dict(cfg))
 
 
 def from_values(kind: type[T], values: dict[str, Any]) -> T:
     """Converts plain values into the dataclass `kind` and those nested in it. Counts the class folders of
-    dataset=image_folder, once per run. Raises InputError, as `parse_config` does."""
+    dataset=image_folder, once per run. Raises InputError for invalid settings."""
     if isinstance(dataset := values.get("dataset"), dict) and dataset.get("name") == "image_folder":
         _count_classes(dataset)
     try:
@@ -423,13 +423,13 @@ def _count_classes(dataset: dict[str, Any]) -> None:
 
 
 def to_plain_dict(cfg: DictConfig | ListConfig) -> dict[str, Any]:
-    """Hydra's tree as plain values. Raises InputError, as `resolve_value`."""
+    """Hydra's configuration as plain values. Raises InputError if an interpolation cannot be resolved."""
     return dict(resolve_value(cfg))
 
 
 def resolve_value(value: Any) -> Any:
-    """A value of Hydra's tree as a plain value. Raises InputError if an interpolation such as `${output}` cannot be
-    resolved."""
+    """A value of Hydra's configuration as a plain value. Raises InputError if an interpolation such as `${output}`
+    cannot be resolved."""
     try:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
@@ -447,7 +447,7 @@ def fallback_values(config: TrainConfig) -> dict[str, Any]:
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:
-    """A tree as plain values, with interpolations such as `${oc.env:HOME}` as the texts that they are written as."""
+    """A configuration as plain values, with interpolations such as `${oc.env:HOME}` as they are written."""
     values: Any = OmegaConf.to_container(cfg)
     return dict(values)
 
@@ -457,7 +457,7 @@ def load_yaml(file: Path) -> DictConfig:
     has more than 20 aliases: a few lines of them can expand to more than fits in memory."""
     try:
         text = read_text(file, _MAX_YAML_BYTES)
-        yaml.compose(text)  # RecursionError at once for deep nesting, which `parse` takes minutes for
+        yaml.compose(text)  # an immediate RecursionError for deep nesting, which `parse` takes minutes for
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MAX_ALIASES:
             raise yaml.YAMLError(f"more than {_MAX_ALIASES} aliases, *name; write the values in their place")
         if _LONG_NUMBER.search(text):
@@ -513,7 +513,7 @@ def read_config(path: Path, fallbacks: Mapping[str, Any] | None = None) -> Train
     The file may come from elsewhere, so interpolations are not resolved: a resolver is any function of this process.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
-    values = plain_values(load_yaml(file))
+    values = update_words(plain_values(load_yaml(file)))
     if str(values.get("placement")).endswith(SCHEDULE_FILE):  # in runs of before; the placement changes no bit
         values["placement"] = None
     refusals: dict[str, InvalidSettingError] = {}
@@ -533,7 +533,7 @@ def read_config(path: Path, fallbacks: Mapping[str, Any] | None = None) -> Train
 
 
 def format_target_setting(*targets: str) -> str:
-    """What is typed to name the functions of a run, or of the runs of a sweep, once more."""
+    """What users type to name again the functions of a run, or of the runs of a sweep."""
     if not all(map(str.isascii, targets)):  # Hydra's grammar takes such letters in quotes only
         targets = tuple(map(quote, targets))
     setting = f"{groups.TARGET}={','.join(targets)}"
@@ -551,7 +551,7 @@ def load_run_config(
     remedy: Callable[[str], str] = format_target_setting,
     fallbacks: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, in place of the
+    """`read_config` of a run that is to be run, with the function `target`, as the caller has named it, instead of the
     run's own; `remedy`: what a caller has to add who has not; `fallbacks`: as of `read_config`. Raises InputError for
     what `allow_target` refuses, and for a target if the run calls no function."""
     return use_target(read_config(path, fallbacks), path, target, remedy)
@@ -564,35 +564,36 @@ def use_target(
     if (saved := target_of(config)) is not None:
         return allow_target(config, target, path, remedy(saved))
     if target is not None:
-        why = f"the run in {path} has model={groups.group_choice(config.model)}, which calls no function; leave it out"
+        why = f"the run in {path} has model={groups.group_choice(config.model)}, which calls no function; remove it"
         raise InvalidSettingError(groups.TARGET, target, why)
     return config
 
 
 def allow_target(config: TrainConfig, target: str | None, named_in: Path, remedy: str) -> TrainConfig:
     """The configuration, which the files in `named_in` describe, if its code may be run: a file is data, and a function
-    that it names is imported and called only if the caller names it, too: `target`, which takes its place. Raises
+    that it names is imported and called only if the caller also names it: `target`, which takes its place. Raises
     InvalidSettingError, whose message ends with `remedy`."""
     if not isinstance(config.model, groups.CustomConfig):
         return config
     if target is None:
-        why = f"{named_in} names this function, and what a file names is run only if you name it, too"
+        why = f"{named_in} names this function, and what a file names is run only if you also name it"
         raise InvalidSettingError(groups.TARGET, config.model.target, f"{why}; if you trust it, add {remedy}")
     return replace(config, model=replace(config.model, target=target))
 
 
 def load_recipe(file: Path) -> dict[str, Any]:
     """A recipe's own settings, merged over the `family/` files that its defaults list; without gpipe's defaults. Raises
-    InputError if it cannot be read, or is no recipe."""
+    InputError if it cannot be read, or is not a recipe."""
     try:
         recipe = OmegaConf.load(file)
     except (OSError, yaml.YAMLError) as error:
         why = (isinstance(error, OSError) and error.strerror) or error_text(error)
         raise InputError(f"{file}: cannot be read ({why}); give the file of a recipe, -cd FOLDER -cn NAME") from error
     if not isinstance(recipe, DictConfig) or not {"defaults", "recipe"} <= recipe.keys():
-        raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
+        raise InputError(f"{file}: is not a recipe, as it has no defaults or no node recipe; see gpipe's own")
     families = [entry for entry in recipe.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
-    return to_plain_dict(OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe))
+    merged = OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), recipe)
+    return dict(update_words(to_plain_dict(merged)))
 
 
 @cache  # 29 recipes share a few files
@@ -626,7 +627,7 @@ def find_run(key: str, run: str, output: str) -> Path:
     below = newest_runs(folder) if run else []
     newest = ", ".join(map(str, below or newest_runs(Path(output))))
     remedy = f"the newest runs {'in it ' if below else ''}are {newest}"
-    remedy = remedy if newest else f"there is no run in {output} either"
+    remedy = remedy if newest else f"{output} holds no run either"
     raise InputError(f"{key}={run}: no run there (looked for {folder / CONFIG_FILE}); {remedy}")
 
 
@@ -641,7 +642,7 @@ def resume_or_restart(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def run_folders_in(folder: Path) -> list[Path]:
-    """The run folders in an output folder, including those of its sweeps, which lie one level deeper."""
+    """The run folders in an output folder, including its sweeps', one level deeper."""
     return [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{CONFIG_FILE}")]
 
 

@@ -2,7 +2,7 @@
 allocated (sections 2 and 3 of the paper). A run begins with the same plan, so it measures what was predicted.
 
 plan.json holds a plan's `tree`. Everything in it is predicted: times by a simulation, bytes from shapes. With
-`cost=measured` the seconds of single layers are measured. Units are part of the names; None means unknown.
+`cost=profile` the seconds of single layers are measured. Units are part of the names; None means unknown.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,1 +1,1 @@
-"""The experiments of the paper, a recipe for each: the commands to run, and the paper's numbers beside ours."""
+"""The experiments of the paper, a recipe for each: the commands to run, and the paper's numbers next to ours."""

@@ -1,5 +1,5 @@
-"""What a recipe needs beside what its commands compute. Each function of ``COMPUTED`` adds values to the results of a
-recipe or to the rows of its tables, for the keys of its columns and notes, and returns (description, path) of pictures.
+"""What no command of a recipe computes. Each function of ``COMPUTED`` adds values to the results of a recipe or to the
+rows of its tables, for the keys of its columns and notes, and returns (description, path) of pictures.
 """
 
 import gc
@@ -59,7 +59,7 @@ def breakdown(results: Results, runner: Runner) -> Pictures:
 
 
 def _kinds(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The kinds of measured speeds that are not those of a pipeline."""
+    """The kinds of measured speeds that are not a pipeline's."""
     return [{"kind": kind} for kind in sorted({row["kind"] for row in measured if row["kind"]} - {"measured"})]
 
 
@@ -169,7 +169,7 @@ def schedules(results: Results, runner: Runner) -> Pictures:
 
 
 def _max_device_bytes(stages: Sequence[Row], held: Sequence[int]) -> int | None:
-    """Bytes of activations on the fullest device, of those of each stage; None if there are none."""
+    """Bytes of activations on the fullest device, from each stage's; None if there are none."""
     together = Counter[int]()
     for stage, held_bytes in zip(stages, held, strict=bool(held)):
         together[stage["process"]] += held_bytes

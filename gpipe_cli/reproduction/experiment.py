@@ -30,14 +30,14 @@ class Run:
     name: str  # the key of its result
     command: Literal["train", "evaluate", "bench", "plan", "simulated"]  # simulated: a plan made in this process
     each_row: bool = False
-    sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured in turns
+    sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured alternately
     settings: tuple[str, ...] = ()  # templates; those whose value is missing are left out
-    desk: tuple[str, ...] = ()  # settings added at a desk
+    small: tuple[str, ...] = ()  # settings added at scale=small and scale=smoke
     smoke: tuple[str, ...] = ()  # settings added at scale=smoke
     folder: tuple[str, ...] = ()  # templates, joined by `_`, without those whose value is missing; (): the name
     scales: tuple[Scale, ...] = EVERY_SCALE
     unless_given: str | None = None  # is not run if the user gives this setting
-    paper_size: bool = False  # without the settings that make a desk's models small
+    paper_size: bool = False  # without the scale's settings, which make models smaller
     alone: bool = False  # without any settings of the scale or the user
     without: tuple[str, ...] = ()  # settings that do not go to this command, the user's included
     slow_links: bool = False  # GPUs exchange tensors through the host's memory; without GPUs nothing is measured
@@ -55,7 +55,7 @@ class Run:
             runner = replace(runner, settings=())
         templates = (
             *self.settings,
-            *(self.desk if runner.is_small else ()),
+            *(self.small if runner.is_small else ()),
             *(self.smoke if runner.scale == "smoke" else ()),
         )
         filled_in = [text for template in templates if (text := fill_template(template, values)) is not None]
@@ -78,22 +78,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """A table, or a table for each member of a list. Its rows have values of their own, such as the paper's, or are
+    """A table, or a table for each member of a list. Its rows have values, such as the paper's, or are
     computed; without rows it is left out."""
 
     title: str
     rows: tuple[dict[str, Any], ...] = ()
     rows_from: str | None = None  # the key of rows that are computed
     each: str | None = None  # the key of a list, whose members have the key `rows_from`
-    columns: tuple[ColumnSpec, ...] = ()  # (): those of the experiment
+    columns: tuple[ColumnSpec, ...] = ()  # (): the experiment's
     name: str | None = None
     settings: tuple[str, ...] = ()  # settings of all its runs
-    at_desk: tuple[int, ...] | None = None  # the numbers of the rows at a desk, from 0; None for all
-    at_smoke: tuple[int, ...] | None = None  # those at scale=smoke; None for those at a desk
+    at_small: tuple[int, ...] | None = None  # the numbers of the rows at scale=small, from 0; None: all
+    at_smoke: tuple[int, ...] | None = None  # those at scale=smoke; None: as at scale=small
 
     def at(self, scale: Scale) -> list[dict[str, Any]]:
-        desk = None if scale == "paper" else self.at_desk
-        chosen = desk if scale != "smoke" or self.at_smoke is None else self.at_smoke
+        small = None if scale == "paper" else self.at_small
+        chosen = small if scale != "smoke" or self.at_smoke is None else self.at_smoke
         return [dict(self.rows[at]) for at in (range(len(self.rows)) if chosen is None else chosen)]
 
 
@@ -103,7 +103,7 @@ class Experiment:
 
     tables: tuple[TableSpec, ...]
     runs: tuple[Run, ...] = ()
-    columns: tuple[ColumnSpec, ...] = ()  # columns of the tables that have none of their own
+    columns: tuple[ColumnSpec, ...] = ()  # columns of the tables without columns
     notes: tuple[Note, ...] = ()
     varied: tuple[str, ...] = ()  # the keys of rows that are settings: `partitions`
     refused: dict[str, str] | None = None  # settings that the user cannot give, and why
@@ -117,7 +117,7 @@ class Experiment:
         """Run everything. Raises InputError for bad input, as the commands do, and for a setting that the tables do
         not allow."""
         if self.computes is not None and self.computes not in COMPUTED:
-            raise InputError(f"computes: {self.computes}: there is no such function; choose {', '.join(COMPUTED)}")
+            raise InputError(f"computes: {self.computes}: no such function; choose {', '.join(COMPUTED)}")
         shown = [table for table in self.tables if table.at(runner.scale)]
         tables: list[dict[str, Any]] = [
             {"name": table.name, "settings": table.settings, "rows": table.at(runner.scale),
@@ -158,7 +158,7 @@ class Experiment:
             if self.refused is not None and key in self.refused:
                 values = [*dict.fromkeys(str(row[key]) for row in rows if key in row)]
                 why = self.refused[key].format(values=", ".join(values), last=values[-1] if values else "")
-                raise InputError(f"{setting.lstrip('+')}: {why}; leave it out")
+                raise InputError(f"{setting.lstrip('+')}: {why}; remove it")
         missing = {
             key: why for key, why in (self.required or {}).items() if runner.setting_value(key) in (None, "null")
         }
@@ -201,7 +201,7 @@ class Experiment:
 
     def _measure(self, run: Run, table: Values, results: Values, runner: Runner) -> None:
         """Measure the rows whose stages each have a device. Rows that differ in the settings of the sweep alone are a
-        sweep; the results of an impossible sweep say why."""
+        sweep; the results of an impossible sweep have the reason."""
         sweeps: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in table["rows"]:
             if _devices(row) <= results["devices"]:
@@ -232,7 +232,7 @@ def _devices(row: Values) -> int:
 @contextlib.contextmanager
 def _exchange_through_host() -> Iterator[None]:
     """Make the GPUs of commands exchange tensors through host memory. Commands inherit the environment variable;
-    workers inherit that of their fork server, which is therefore restarted."""
+    workers inherit their fork server's, which is therefore restarted."""
     before = os.environ.get(DISABLE_P2P)
     fork_server.kill()
     os.environ[DISABLE_P2P] = "1"

@@ -48,7 +48,7 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
     results["hardware"] = planned[0]["plan"]["hardware"]["name"]
     _note_what_does_not_fit(planned, results, paper)
     _note_nearest_assumption(sizes[0]["activations"], naive, results)
-    results["where"] = "at a desk" if runner.is_small else "here"
+    results["where"] = "at small scale" if runner.is_small else "here"
     results["last"] = trained[-1] if len(trained) > 1 else None
     results["trained_first"] = trained[0]["name"] if trained else None
     results["exact"] = sum(row["planned"] is not None and row["planned"] == row["counted"] for row in trained)
@@ -72,10 +72,10 @@ def _note_what_does_not_fit(planned: Sequence[Row], results: dict[str, Any], run
     results["accelerators"] = "the paper's accelerators"
     if runner.incomparable_settings():
         results["accelerators"] = f"{results['hardware']} with the given settings"
-    unfit = {row["name"]: row["fullest"] for row in planned if row["fits"] == "no"}
-    alone = [name for name, m in unfit.items() if m["total_bytes"] - m["gradients_bytes"] <= limit_bytes]
+    too_large = {row["name"]: row["fullest"] for row in planned if row["fits"] == "no"}
+    alone = [name for name, m in too_large.items() if m["total_bytes"] - m["gradients_bytes"] <= limit_bytes]
     results["because_of_gradients"] = ", ".join(alone) or None
-    results["because_of_activations"] = ", ".join(name for name in unfit if name not in alone) or None
+    results["because_of_activations"] = ", ".join(name for name in too_large if name not in alone) or None
     results["none_fits"] = ", ".join(row["name"] for row in planned if row["largest_parameters"] is None) or None
 
 

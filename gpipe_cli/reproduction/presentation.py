@@ -19,7 +19,7 @@ from gpipe_cli.reproduction.runner import Scale
 from gpipe_cli.units import count, plural, size
 
 Values = Mapping[str, Any]
-EVERY_SCALE: tuple[Scale, ...] = ("smoke", "desk", "paper")
+EVERY_SCALE: tuple[Scale, ...] = ("smoke", "small", "paper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class ColumnSpec:
     minus: str | None = None  # makes a column of differences: the key of the number that is subtracted
     ratio: bool = False  # whether the difference is taken relative to that number, in percent
     always: bool = False  # whether the difference is taken even where other data or sizes are not the paper's
-    digits: int = 2  # decimal places of a difference; that of two percentages is in points
+    digits: int = 2  # decimal places of a difference, which is in points for percentages
     needs: str | None = None  # the column is left out if no row has a value of this key
     scales: tuple[Scale, ...] = EVERY_SCALE
 
     def values(self, rows: Sequence[Values]) -> list[Any]:
         values = [look_up(row, fill_template(self.key, row) or "") for row in rows]
-        texts = not self.format  # may be templates, too
+        texts = not self.format  # may also be templates
         return [
             fill_template(value, row) if texts and isinstance(value, str) else value
             for value, row in zip(values, rows, strict=True)
@@ -147,7 +147,7 @@ def look_up(values: Values, key: str) -> Any:
 
 def format_cell(value: Any, form: str) -> str:
     """A value as text, by `plural sample`, a name in ``FORMATS``, a format of shares, `.1%`, or a format of Python,
-    `,.2f`. Words in place of a number stay as they are."""
+    `,.2f`. Words instead of a number stay as they are."""
     noun = form.removeprefix("plural ")
     if noun != form:
         return plural(value, noun)

@@ -1,10 +1,10 @@
 """Compares plans with speeds and memory that others have published: torchgpipe, zero bubble, FSDP and more.
 
-The paper's own tables leave the batch size and more to guesswork. These sources say what ran: hardware, model, batch
+The paper's own tables leave the batch size and more to guesswork. These sources report what ran: hardware, model, batch
 size, K, M and schedule are settings of `gpipe plan`. No figure is fitted to a single cell, but three were set by these
 tables: the FLOP/s of an A100 and of convolutions on tensor cores, and the memory bandwidth of a P40.
 
-Where stages hand long skips to others that are not next to them, a table says how many bytes that saves.
+Where stages hand long skips to others that are not next to them, a table has the bytes that this saves.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def _figure(simulated: SimulatedPlan, unit: str) -> float:
             return simulated.plan.step_seconds
         case "GiB":  # memory of all devices
             return sum(stage.total_bytes for stage in simulated.plan.memory) / GIB
-    raise InputError(f"unit {unit}: there is no such unit; choose samples/s or one of those in published.yaml")
+    raise InputError(f"unit {unit}: no such unit; choose samples/s or one of those in published.yaml")
 
 
 def _median(off: Sequence[float]) -> float | None:

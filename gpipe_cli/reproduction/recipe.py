@@ -2,7 +2,7 @@
 
 The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; settings that several
 of them share are in recipes/family/. This module reads their node `recipe`: the source of the paper's numbers, the
-hardware that its scale needs, what is scaled down for two CPU cores (a desk), and the experiment: runs, tables and
+hardware that its scale needs, what is scaled down for two CPU cores (scale=small), and the experiment: runs, tables and
 notes (experiment.py, presentation.py). What no command computes is a function of computed.py.
 """
 
@@ -54,7 +54,7 @@ class Needs:
         if len(enough) >= self.gpus:
             return "paper", f"{wanted}, which this machine has"
         present = f"{plural(len(gpus), 'GPU')} of {size(min(gpu.memory_bytes for gpu in gpus))}" if gpus else "no GPU"
-        return "desk", f"{wanted}, but this machine has {present}"
+        return "small", f"{wanted}, but this machine has {present}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Recipe:
     source: str  # table and version of the paper
     hardware: str  # the hardware that the paper used
     needs: Needs
-    desk: SmallScale
-    smoke: tuple[str, ...]  # settings added to the desk's, so that the recipe runs within seconds
+    small: SmallScale
+    smoke: tuple[str, ...]  # settings added to scale=small's, so that the recipe runs within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
     experiment: Experiment
 
@@ -92,10 +92,10 @@ class Recipe:
         match scale:
             case "paper":
                 return ()
-            case "desk":
-                return self.desk.settings
+            case "small":
+                return self.small.settings
             case "smoke":
-                return keep_last((*self.desk.settings, *self.smoke))
+                return keep_last((*self.small.settings, *self.smoke))
 
     def check(self, given: Sequence[str]) -> None:
         """Raises InputError for a setting without effect: any key below `recipe`, and a setting of a single command,
@@ -103,10 +103,10 @@ class Recipe:
         for setting in given:
             key = key_of(setting)
             if key.partition(".")[0] == "recipe":
-                raise InputError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
+                raise InputError(f"{setting}: what a recipe states about the paper cannot be set; remove it")
             if only_command_of(setting) is not None and key not in self.keys:
                 belongs = f"{self.name} does not take this setting of gpipe {only_command_of(setting)}"
-                raise InputError(f"{setting}: {belongs}; leave it out")
+                raise InputError(f"{setting}: {belongs}; remove it")
 
     def reproduce(self, runner: Runner, why: str) -> Reproduction:
         """Run the recipe's commands by ``runner``; ``why``: the reason for its scale.
@@ -123,7 +123,7 @@ class Recipe:
             command = [key_of(word) for word in shlex.split(runner.commands[-1]) if "=" in word]
             line = explain_error(error, given, self.settings(scale), (*command, *self.keys))
             if scale == "paper" and self.needs.how is not None and error.key.startswith("dataset"):
-                line += f"; {self.needs.how}; scale=desk runs without it"
+                line += f"; {self.needs.how}; scale=small runs without it"
             raise InputError(line) from error
         notes = [("paper's", self.hardware), ("scale", f"{scale}: {why}")]
         if given:
@@ -133,8 +133,8 @@ class Recipe:
                 line += f"; other statements about models and sizes ({labels})"
                 line += " describe the recipe without these settings"
             notes.append(("given", line))
-        if scale == "desk":
-            notes.append(("scaled down", self.desk.scaled))
+        if scale == "small":
+            notes.append(("scaled down", self.small.scaled))
         if scale == "smoke":
             smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
             whole = any(run.command == "simulated" and run.paper_size for run in self.experiment.runs)
@@ -176,26 +176,26 @@ def read_recipe(name: str, folder: Path = RECIPES_DIR) -> Recipe:
     """The recipe in the file <name>.yaml of a folder. Raises InputError if there is none."""
     recipes = recipe_names()
     if folder == RECIPES_DIR and name not in recipes:
-        none = f"{format_value(name) or repr(name)}: there is no such recipe"
+        none = f"{format_value(name) or repr(name)}: no such recipe"
         raise InputError(f"{none}{suggest_nearest(name, recipes)}; choose one of {', '.join(recipes)}")
     tree = load_recipe(folder / f"{name}.yaml")
     node = tree.pop("recipe")
-    for parent, key in ((node["desk"], "settings"), (node, "smoke")):
+    for parent, key in ((node["small"], "settings"), (node, "smoke")):
         parent[key] = [f"{setting}={format_value(value)}" for setting, value in parent[key].items()]
     return parse_config(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flatten(tree))], **node})
 
 
 def explain_error(
-    error: InvalidSettingError, user_settings: Sequence[str], desk: Sequence[str], keys: Sequence[str]
+    error: InvalidSettingError, user_settings: Sequence[str], scale_settings: Sequence[str], keys: Sequence[str]
 ) -> str:
-    """The message of a refused setting, with the setting's origin if the user did not give it. ``desk``: the recipe's
-    settings at this scale; ``keys``: the keys of its file and of the last command."""
+    """The message of a refused setting, with the setting's origin if the user did not give it.
+    ``scale_settings``: the recipe's settings at this scale; ``keys``: its file's and the last command's."""
     key = error.key
-    at_desk = key in map(key_of, desk)
-    if key in map(key_of, user_settings) or not (at_desk or key in keys):
+    of_scale = key in map(key_of, scale_settings)
+    if key in map(key_of, user_settings) or not (of_scale or key in keys):
         return str(error)
-    place = f"a setting of this recipe{' at desk scale' if at_desk else ''}"
+    place = f"a setting of this recipe{' at this scale' if of_scale else ''}"
     group = next((setting for setting in user_settings if key_of(setting) == key.partition(".")[0]), None)
     if group is None:
         return f"{error} ({place})"
-    return f"{str(error).removesuffix('; leave it out')} ({place}, which does not go with {group})"
+    return f"{str(error).removesuffix('; remove it')} ({place}, which does not go with {group})"

@@ -1,7 +1,7 @@
 """What experiments share: running `gpipe` commands, reading the files that these write, and comparing numbers.
 
-Each command runs in a process of its own and prints to a log file, as a recipe runs dozens of commands and prints one
-report. A difference from the paper is taken only where data and sizes are the paper's: not at a desk (except in
+Each command runs in its own process and prints to a log file, as a recipe runs dozens of commands and prints one
+report. A difference from the paper is taken only where data and sizes are the paper's: not at small scale (except in
 `breakdown`, whose model the paper does not name), nor where a setting of the user may have changed them.
 """
 
@@ -31,7 +31,7 @@ RECIPES_DIR = Path(str(resources.files("gpipe_cli.recipes")))
 DISABLE_P2P = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
 # Settings of groups, and of `gpipe bench`, that leave data and sizes as they are.
 _HARMLESS = ("dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds")
-Scale = Literal["smoke", "desk", "paper"]
+Scale = Literal["smoke", "small", "paper"]
 # Runs a command and writes its output to a file. Raises the command's InputError, or CommandFailedError.
 RunCommand = Callable[[Sequence[str], IO[str]], None]
 
@@ -81,7 +81,7 @@ class Runner:
 
     @property
     def devices(self) -> int:
-        """The number of GPUs, or of cores if there are none: each stage is to have one of its own."""
+        """The number of GPUs, or of cores if there are none: each stage is to have its own."""
         return len(self.gpus) or usable_cores()
 
     def setting_value(self, key: str) -> str | None:
@@ -96,7 +96,7 @@ class Runner:
         return tuple(setting for setting in self.user_settings if not f"{key_of(setting)}.".startswith(prefixes))
 
     def with_settings(self, *settings: str) -> "Runner":
-        """A copy with ``settings`` in place of the scale's; without any, at the paper's size. The user's still win."""
+        """A copy with ``settings`` instead of the scale's; without any, at the paper's size. The user's still win."""
         return replace(self, settings=add_user_settings(settings, self.user_settings))
 
     def without(self, *keys: str) -> "Runner":
@@ -107,8 +107,8 @@ class Runner:
     def bench(self, name: str, *settings: str) -> dict[str, Any]:
         """Run `gpipe bench -m` over the settings that have several values; returns the content of bench.json.
 
-        If no cell fits the memory, the rows say so. Raises InputError if all cells are impossible, as then a setting
-        that they share is wrong.
+        If no cell fits the memory, the rows have that status. Raises InputError if all cells are impossible, as then a
+        setting that they share is wrong.
         """
         folder = self.folder / name
         try:
@@ -158,7 +158,7 @@ class Runner:
         return read_result(folder, file)
 
     def _perform(self, arguments: Sequence[str], folder: Path, shown: Sequence[str] = ()) -> None:
-        """``folder``: where the command writes its result; ``shown``: what to print in place of all arguments."""
+        """``folder``: where the command writes its result; ``shown``: what to print instead of all arguments."""
         environment = f"{DISABLE_P2P}=1 " if os.environ.get(DISABLE_P2P) == "1" else ""
         typed = f"{environment}gpipe {shlex.join(arguments)}"
         self.commands.append(typed)
@@ -192,7 +192,7 @@ def add_user_settings(settings: Sequence[str], user_settings: Sequence[str]) -> 
 
 
 def _failure(folder: Path) -> str:
-    """Why a run (result.json) or the first failed row of a sweep (bench.json) failed; "" if neither file says."""
+    """Why a run (result.json) or the first failed row of a sweep (bench.json) failed; "" if neither file has it."""
     try:
         if (folder / RESULT_FILE).is_file():
             return str(read_result(folder, RESULT_FILE).get("error") or "")

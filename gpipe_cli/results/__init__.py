@@ -1,1 +1,1 @@
-"""What runs, plans and sweeps leave behind, as types; and the measures that reports choose from."""
+"""What runs, plans and sweeps write, as types; and the metrics that reports choose from."""

@@ -1,7 +1,7 @@
-"""Converts dataclasses of results to trees of JSON values, and back.
+"""Converts dataclasses of results to JSON values, and back.
 
 Unlike settings, which `config.schema` reads, results were written by a program, perhaps by another version of it:
-fields that a tree lacks take their defaults, and keys without a field are ignored.
+fields that are missing take their defaults, and keys without a field are ignored.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TEXT_FIELD: Mapping[str, bool] = {"text": True}
 
 
 def to_dict(value: Any, text: bool) -> Any:
-    """`value` with its dataclasses as dictionaries: if `text`, without fields of images, else without those of text."""
+    """`value` with its dataclasses as dictionaries: if `text`, without fields of images, else of text."""
     match value:
         case list() | tuple():
             return [to_dict(item, text) for item in value]
@@ -32,7 +32,7 @@ def to_dict(value: Any, text: bool) -> Any:
 
 def from_dict(kind: type[T], tree: Any) -> T:
     """The dataclass `kind` from nested dictionaries. Raises TypeError, which names the key and the value at fault.
-    Control characters are left out of texts: a terminal would obey those of a file that is not the user's."""
+    Control characters are left out of texts: a terminal would obey them, and the file may not be the user's."""
     made: T = _convert(kind, _printable(tree), "")
     return made
 

@@ -1,6 +1,6 @@
 """Reads and writes result.json, the outcome of a run, for programs (sweeps, comparisons, the tables of the paper).
 
-The file is written atomically: a reader finds complete JSON while the run goes on, and after it was killed.
+The file is written atomically: a reader finds complete JSON during the run, and after it was killed.
 """
 
 import json

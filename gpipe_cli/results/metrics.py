@@ -1,7 +1,7 @@
-"""The measures that runs are judged by, an entry for each: name, unit, meaning, and path in the results.
+"""The metrics of runs, an entry for each: name, unit, meaning, and path in the results.
 
-Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: the path, heading and format of
-a measure are here only.
+Tables, summaries, comparisons, curves and `gpipe help` choose metrics by their keys: the path, heading and format of
+a metric are here only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ class Metric:
     """A number of a run, a plan or a row of bench.json."""
 
     key: str  # the key in CSV and JSON, and the topic of `gpipe help`
-    name: str  # the name in a sentence, or in a row of its own
+    name: str  # the name in a sentence, or in its own row
     heading: str  # the heading of a column
     unit: Unit
     description: str  # meaning, and how it is measured
@@ -85,7 +85,7 @@ class Metric:
         return max(value, default=None) if isinstance(value, tuple | list) else value
 
     def format(self, value: Any) -> str:
-        """`value` with the unit of this measure; `-` for None."""
+        """`value` with the unit of this metric; `-` for None."""
         return "-" if value is None else self.unit.full(value)
 
     def text(self, result: Any) -> str:
@@ -184,7 +184,7 @@ _LIST = (
             "Speed-up divided by the ratio of the numbers of devices; unknown where stages share a device or cores "
             "(gpipe compare).", direction="more", short_heading="effi-\nciency %"),
     Metric("relative", "relative speed", "relative", FACTOR,
-            "Speed of a row of bench.json divided by that of one device with the whole mini-batch, nothing recomputed "
+            "Speed of a row of bench.json divided by one device's with the whole mini-batch, nothing recomputed "
             "and all threads of the machine (in a recipe: of its first row): the median over the rounds.",
             path="relative", direction="more"),
     Metric("bubble_ideal", "bubble, ideal", "bubble ideal", SHARE,
@@ -228,9 +228,9 @@ _LIST = (
             path="starts.-1.seconds", direction="less"),
     Metric("threads_per_process", "threads", "threads", COUNT,
             "Threads with which each process computes.", path="hardware.threads_per_process"),
-    Metric("without_core", "without a core", "without core", SHARE,
+    Metric("cpu_starved_share", "CPU-starved share", "CPU-starved", SHARE,
             "Share of computing time in which the most affected stage had no core, because other programs used them: "
-            "the median over the steps.", path="without_core", direction="less"),
+            "the median over the steps.", path="cpu_starved_share", direction="less"),
     Metric("train_loss", "train loss", "train loss", LOSS,
             "The loss that training minimizes, averaged over a step's mini-batch, with label smoothing and auxiliary "
             "head. The column train loss that a run prints is comparable with test_loss: train_cross_entropy, averaged "
@@ -254,18 +254,18 @@ TRAIN_LOSS = METRICS["train_loss"].tag
 
 
 def select_metrics(*keys: str) -> list[Metric]:
-    """The measures with these keys, in this order."""
+    """The metrics with these keys, in this order."""
     return [METRICS[key] for key in keys]
 
 
 def hparam_metrics(task: Task) -> list[Metric]:
-    """The measures in TensorBoard's tab HParams: first those of `task`, then those of other tasks."""
+    """The metrics in TensorBoard's tab HParams: first the ones of `task`, then of other tasks."""
     metrics = [metric for metric in _LIST if metric.hparam]
     return sorted(metrics, key=lambda metric: task not in metric.tasks)
 
 
 def explain_metric(metric: Metric) -> str:
-    """The text of `gpipe help KEY`: the measure's meaning, unit, better direction, and where it is found."""
+    """The text of `gpipe help KEY`: the metric's meaning, unit, better direction, and where it is found."""
     units = {SHARE: "a share from 0 to 1", STEP: "seconds", SECONDS: "seconds", BYTES: "bytes", RATE: "per second"}
     places = [f"result.json: {metric.path}"] * bool(metric.path) + [f"TensorBoard: {metric.tag}"] * bool(metric.tag)
     sentences = [metric.description, f"Unit: {units[metric.unit]}." if metric.unit in units else ""]

@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from gpipe_cli.config.old_words import update_words
 from gpipe_cli.config.settings import TEXT_TASKS, Task
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.dict_conversion import IMAGE_FIELD, TEXT_FIELD, from_dict, to_dict
@@ -38,7 +39,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
-    other: int  # the rest of the peak; negative if not all parts were in memory at once
+    other: int  # the rest of the peak; negative if not all parts were in memory at the same time
     peak: int
 
 
@@ -113,7 +114,7 @@ class Restart:
     """An automatic restart of the run after a failure (max_restarts)."""
 
     why: str  # one line
-    step: int  # optimizer steps done in the checkpoint that was resumed; 0 if the run began anew
+    step: int  # optimizer steps done in the checkpoint that was resumed; 0 if the run began again
     partitions: int  # number of partitions since the restart
 
 
@@ -138,7 +139,7 @@ class RunResult:
     samples_per_second: float | None = None
     samples_per_second_quartiles: tuple[float, float] | None = None
     samples_per_second_kind: str | None = None  # a SpeedKind
-    without_core: float | None = None  # share of computing time in which the most affected stage had no core
+    cpu_starved_share: float | None = None  # share of computing time in which the most affected stage had no core
     step_seconds: float | None = None
     speed_includes_warm_up: bool = False  # whether the run had no other steps
     speed_steps: int = 0  # steps in the medians
@@ -199,9 +200,9 @@ def read_run_result(folder: Path) -> RunResult:
     """Reads result.json. Raises OSError, and InputError if it is not the result of a run."""
     tree = read_result(folder)
     try:
-        return from_dict(RunResult, tree)
+        return from_dict(RunResult, update_words(tree))
     except TypeError as error:
-        raise InputError(f"{folder / RESULT_FILE}: {error}, so it is not the result of a run; leave it out") from error
+        raise InputError(f"{folder / RESULT_FILE}: {error}, so it is not the result of a run; remove it") from error
 
 
 def run_result_or_none(folder: Path) -> RunResult | None:

@@ -38,7 +38,7 @@ class GraphsCaptured:
     """Which stages are replayed as graphs, over all processes."""
 
     stages: int  # number of stages that are replayed
-    causes: tuple[str, ...]  # for each other stage: its index, the layer, and why it cannot be replayed
+    fallback_reasons: tuple[str, ...]  # for each other stage: its index, the layer, and why it cannot be replayed
     seconds: float  # time of the slowest process
 
 
@@ -98,7 +98,7 @@ class StepDone:
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far
-    without_core: tuple[float, ...]  # per stage, the fraction of its computing time without a core; 0 on a GPU
+    cpu_starved_share: tuple[float, ...]  # per stage, the share of its computing time without a core; 0 on a GPU
     # The next two are counted in one of the first steps, `overhead_bytes` also in the first; else they are None.
     activation_bytes: tuple[int, ...] | None  # per stage, the peak bytes of saved activations
     overhead_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; None on GPUs

@@ -47,7 +47,7 @@ class StageMetrics:
     memory_bytes: float  # peak memory so far
     activation_bytes: float  # peak bytes of saved activations in this step; 0 if not counted
     overhead_bytes: float  # memory of the process's libraries; 0 if not counted, and on a GPU
-    without_core: float  # fraction of the stage's computing time without a core; 0 on a GPU
+    cpu_starved_share: float  # share of the stage's computing time without a core; 0 on a GPU
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def compute_gradients(
         device = torch.device(engine.spec.layout.devices[k])
         saved = stage.counter.peak_bytes if counts else 0
         libraries = 0 if bytes_at_start is None else overhead_bytes(device, bytes_at_start)
-        stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, timings.without_core(k))
+        stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, timings.cpu_starved_share(k))
     norms = gradient_norms(engine.gradients_in_norm())
     totals = None if objective is None else objective.totals_async()
     owned_parameters = [parameter for k in engine.stages for parameter in engine.owned_parameters(k).values()]

@@ -343,7 +343,7 @@ def _step_message(
         learning_rate=step.rate,
         gradient_norm=metrics.gradient_norm,
         memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),
-        without_core=tuple(stage.without_core for stage in metrics.stages),
+        cpu_starved_share=tuple(stage.cpu_starved_share for stage in metrics.stages),
         activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages)
         if step.activations_counted
         else None,

@@ -226,7 +226,7 @@ def lines(part: str, device: str) -> Iterator[list[str]]:
                 for graphs in ("auto", "false"):
                     yield [*train, "replicas=2", "partitions=1", f"graphs={graphs}", "max_steps=4", "logger=[]"]
             if part == "layers":
-                yield [*GPIPE, "plan", *line, "partitions=1", "cost=measured_anew"]
+                yield [*GPIPE, "plan", *line, "partitions=1", "cost=reprofile"]
             if part == "peers":
                 for graphs in ("auto", "false") if precision == "float32" else ("auto",):
                     yield [*check, "against=torchgpipe", "partitions=1", f"graphs={graphs}"]

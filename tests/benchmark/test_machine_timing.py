@@ -78,7 +78,7 @@ def test_every_layer_is_timed_once_for_all_micro_batches(cache: Path) -> None:
         file.write_text(damaged, encoding="utf-8")
         assert timing._read_cache(file) is None
     # being told to, once for each command
-    again = replace(config, cost="measured_anew")
+    again = replace(config, cost="reprofile")
     assert len(timed(again, profile)[1]) == 1
     step_costs(again, profile, layout_of(again), pytest.fail)
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_timed_is_planned_by_the_data_sheet(cache: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "settings", ["cost=figures", "hardware=cpu", "hardware.operation_microseconds=0", "dry_run=true"]
+    "settings", ["cost=datasheet", "hardware=cpu", "hardware.operation_microseconds=0", "dry_run=true"]
 )
 def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
     costs, lines = timed(configure(*TINY, settings), traced(*TINY))

@@ -57,19 +57,19 @@ def test_every_setting_is_explained_and_every_file_of_a_group_is_one_of_its_choi
 def test_types_survive_yaml(tmp_path: Path) -> None:
     config = train(
         "partition.balance=[4,8]", "gradient_clipping=1", "dataset.augmentation.random_resized_crop=[0.5,1]",
-        "init_from=outputs/a", "freeze=[stem,'cell_0*',taken]", "init_head=new",
+        "init_from=outputs/a", "freeze=[stem,'cell_0*',backbone]", "init_head=new",
     )  # fmt: skip
     assert config.partition.balance == (4, 8)
     assert isinstance(config.gradient_clipping, float)
     assert config.dataset.augmentation.random_resized_crop == (0.5, 1.0)
-    assert config.freeze == ("stem", "cell_0*", "taken")
+    assert config.freeze == ("stem", "cell_0*", "backbone")
     assert load_run_config(save(config, tmp_path / "run")) == config
     one = train("partition.balance=10", "partition.costs=2", "dataset.classes=3", "freeze=stem", "logger=mlflow")
     assert (one.partition.balance, one.partition.costs, one.dataset.classes) == ((10,), (2.0,), (3,))
     assert (one.freeze, one.logger) == (("stem",), ("mlflow",)), "a list of one member needs no brackets"
     assert train("logger=[]").logger == ()
-    timm = train("model=timm", "model.name=resnet18", "freeze=[taken]", "model.pretrained=true")
-    assert timm.freeze == ("taken",), "weights of timm count as taken"
+    timm = train("model=timm", "model.name=resnet18", "freeze=[backbone]", "model.pretrained=true")
+    assert timm.freeze == ("backbone",), "weights of timm count as taken"
     for config in (timm, train("model=hf", "model.name=a/b", "model.config={vocab_size: 9}")):  # both have any name
         assert load_run_config(save(config, tmp_path / group_choice(config.model))) == config
 
@@ -92,7 +92,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("dataset=cldr", "model=amoebanet: takes images, and dataset=cldr is text; use model=transformer_nmt"),
         # (the command itself replaces the preset's batch_tokens)
         ("model=transformer_nmt batch_size=64", "batch_size=64, batch_tokens=2048: both are given; add"),
-        ("placement=v schedule=interleaved", "placement=v: schedule=interleaved is made for placement=looped; leave"),
+        ("placement=v schedule=interleaved", "placement=v: schedule=interleaved is made for placement=looped; remove"),
     ],
 )
 def test_bad_values_are_one_line(overrides: str, line: str) -> None:

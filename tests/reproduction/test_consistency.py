@@ -19,7 +19,7 @@ ROWS = ({"partitions": 1, "seed": 0}, {"partitions": 3, "seed": 0}, {"partitions
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     folder = tmp_path_factory.mktemp("consistency")
     small = (*TINY, "dataset.classes=[0,1]", "max_steps=2", "micro_batches=3")
-    settings = keep_last((*read_recipe("consistency").desk.settings, *small))
+    settings = keep_last((*read_recipe("consistency").small.settings, *small))
     what = experiment("consistency")
     runs, spread = what.tables
     what = replace(what, tables=(replace(runs, rows=ROWS), spread))

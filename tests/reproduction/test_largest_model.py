@@ -106,7 +106,7 @@ def test_a_compiler_that_fuses_keeps_the_inputs_of_products_alone(tmp_path: Path
 def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(tmp_path: Path) -> None:
     recipe = read_recipe("table1_transformer")
     tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
-    settings = keep_last((*recipe.desk.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
+    settings = keep_last((*recipe.small.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
     here = real_runner("table1_transformer", tmp_path, *settings)
     row = train(1, True, recipe.experiment.values or {}, here)
     assert row is not None

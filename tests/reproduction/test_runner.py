@@ -22,7 +22,7 @@ def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users:
 
     settings = keep_last(("model.filters=16", "threads=1", *users))
     return Runner(
-        "some_recipe", folder, settings, perform, make_recipe_simulator("breakdown"), lambda line: None, "desk", users
+        "some_recipe", folder, settings, perform, make_recipe_simulator("breakdown"), lambda line: None, "small", users
     )
 
 

@@ -77,7 +77,7 @@ def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
     assert column(table, "Lingvo's cut - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
     assert column(table, "N", "simulated") == ["64", "64", "128", "128"]
     assert column(table, "exact / Lingvo's", "simulated") == ["3.00"] * 4
-    assert "here - paper" not in [c.heading for c in table.columns]  # a desk's model is another one
+    assert "here - paper" not in [c.heading for c in table.columns]  # the small model is another one
     notes = dict(found.notes)
     off = sum(abs(value - 1.5) for value in doubled[1:]) / 3
     assert notes["found"] == f"Some model, simulated: off from the paper's by {off:.2f} in the mean of 3 cells"
@@ -87,7 +87,7 @@ def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
         *[("tpu_v2", "lingvo")] * 4,
         *[("tpu_v2", "exact")] * 4,
     ]
-    assert all("model.filters" not in s for s in simulated)  # the paper's size, also at a desk
+    assert all("model.filters" not in s for s in simulated)  # the paper's size, also at small scale
 
 
 def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ FIRST, OTHERS = "dataset.classes=[0,1,2,3,4]", "dataset.classes=[5,6,7,8,9]"  # 
 
 
 def settings(name: str, *given: str) -> tuple[str, ...]:
-    return keep_last((*read_recipe(name).desk.settings, *given))
+    return keep_last((*read_recipe(name).small.settings, *given))
 
 
 TOP1 = {"pretrained": 0.8, "seed_0": 0.9, "seed_1": 0.92, "seed_2": 0.91, "from_scratch": 0.5}
@@ -34,7 +34,7 @@ def test_fine_tuning_is_the_mean_of_its_runs(tmp_path: Path) -> None:
     means, each = experiment("transfer_cifar10").reproduce(runner).tables
     assert column(means, "", "measured") == ["91.00 %", "1.00", "-", "80.00 %", "50.00 %"]
     assert column(means, "", "paper") == ["99.0 %", "-", "98.5 %", "-", "-"]
-    assert column(means, "", "difference") == ["-"] * 5  # at a desk
+    assert column(means, "", "difference") == ["-"] * 5  # at small scale
     assert column(each, "seed") == ["0", "1", "2"]
     commands = [shlex.split(one) for one in runner.commands]
     made = f"init_from='{tmp_path / 'pretrained'}'"
@@ -55,7 +55,7 @@ def test_a_translation(tmp_path: Path) -> None:
     name, folder = "batch_size_260k", tmp_path / "recipe"
     what = experiment(name)
     trained, evaluated, _ = what.runs
-    what = replace(what, runs=(trained, replace(evaluated, desk=("decode.sentences=3",))))
+    what = replace(what, runs=(trained, replace(evaluated, small=("decode.sentences=3",))))
     found = what.reproduce(real_runner(name, folder, *settings(name, *text)))
     table, _ = found.tables
     evaluation = read_result(folder / "trained", "evaluate.json")

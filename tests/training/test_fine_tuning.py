@@ -169,7 +169,7 @@ def test_patterns_name_layers_modules_and_parameters() -> None:
         ("stem.1",),
         ("stem.0.weight", "classifier.logits.bias"),
     )
-    head = frozen("freeze=[taken]", "init_from=x", *TINY[2:], "model=timm", "model.name=test_efficientnet")[0]
+    head = frozen("freeze=[backbone]", "init_from=x", *TINY[2:], "model=timm", "model.name=test_efficientnet")[0]
     assert {name for name in head if name.startswith("head")} == {"head.conv_head", "head.bn2"}
 
 
@@ -216,7 +216,7 @@ def test_a_run_remembers_only_where_it_came_from(
     """It reports what it loads. Evaluated or resumed, it does not need the other run again, which may be gone. When it
     is resumed, what was frozen can be trained, and what is frozen now no longer has optimizer state."""
     run = tmp_path / "run"
-    settings = [*DIGITS, SECOND, HERE, f"init_from={source}", "freeze=[taken]", "partitions=2", "max_steps=1"]
+    settings = [*DIGITS, SECOND, HERE, f"init_from={source}", "freeze=[backbone]", "partitions=2", "max_steps=1"]
     assert command("train", *settings, f"run_folder={run}") == 0
     said = capsys.readouterr().out
     assert f"\ntaken        3 layers from {source} (best, step 3, averaged weights)\n" in said

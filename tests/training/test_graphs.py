@@ -49,9 +49,9 @@ def test_replayed_stages_give_the_same_bits(model: str, monkeypatch: pytest.Monk
     train_here(configure(*settings, "partitions=1", "recompute=never", "graphs=false"), tmp_path / "layers")
     found = recorded([*settings, "recompute=always"], tmp_path / "graphs")
     if model in LEFT_AS_THEY_ARE:
-        assert LEFT_AS_THEY_ARE[model] in "".join(found.causes)
+        assert LEFT_AS_THEY_ARE[model] in "".join(found.fallback_reasons)
     else:
-        assert not found.causes
+        assert not found.fallback_reasons
     assert_same_tensors(final_tensors(tmp_path / "graphs"), final_tensors(tmp_path / "layers"))
 
 
@@ -78,7 +78,7 @@ def test_a_stage_without_memory_for_graphs_reports_it_and_trains(
     monkeypatch.setattr(Engine, "set_progress", give_room)
     found = recorded(settings, tmp_path / "graphs")
     assert found.stages == 1
-    assert found.causes == ("stage 1: OutOfMemoryError: no memory is left",)
+    assert found.fallback_reasons == ("stage 1: OutOfMemoryError: no memory is left",)
     assert any(one.replays > 2 for one in makers[1].tapes), "later"
     train_here(configure(*settings, "graphs=false"), tmp_path / "layers")
     assert_same_tensors(final_tensors(tmp_path / "graphs"), final_tensors(tmp_path / "layers"))

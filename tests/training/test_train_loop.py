@@ -198,7 +198,7 @@ def test_result_json_and_config_of_a_run(distributed: Path) -> None:
     assert (result["status"], result["error"], result["steps"], result["epochs"]) == ("completed", None, STEPS, 2)
     assert result["model_parameters"] == sum(part["parameters"] for part in result["partitions"])
     assert [part["device"] for part in result["partitions"]] == ["cpu", "cpu"]
-    contended = result["without_core"] > CONTENDED_SHARE  # the machine may be busy
+    contended = result["cpu_starved_share"] > CONTENDED_SHARE  # the machine may be busy
     assert result["samples_per_second_kind"] == ("measured_contended" if contended else "measured")
     for stage, peak in zip(result["memory"], result["memory_bytes"], strict=True):
         assert peak == stage.pop("peak") == sum(part for key, part in stage.items() if key != "stage")

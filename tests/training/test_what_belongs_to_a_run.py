@@ -240,7 +240,7 @@ def test_the_weights_that_a_run_began_with_may_be_gone(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file(timm.create_model("test_resnet", num_classes=4).state_dict(), file)
     settings = [*TINY[2:], "model=timm", "model.name=test_resnet", f"model.weights={file}"]
-    settings += ["executor=in_process", "freeze=[taken]"]  # which asks for weights to have been taken
+    settings += ["executor=in_process", "freeze=[backbone]"]  # which asks for weights to have been taken
     order = tmp_path / "order.csv"
     order.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8")
     by_file = ["partitions=2", "micro_batches=1", f"schedule={order}"]

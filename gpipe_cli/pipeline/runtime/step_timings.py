@@ -141,7 +141,7 @@ class StepTimings:
     def mark_update(self, stage: int, begun: Mark, ended: Mark) -> None:
         self._updates[stage] = (begun, ended)
 
-    def without_core(self, stage: int) -> float:
+    def cpu_starved_share(self, stage: int) -> float:
         """The share of its computing time for which the stage had no core, taken by other processes; 0 on a GPU."""
         cpu_seconds = self._cpu_seconds[stage]
         if not cpu_seconds:

@@ -133,10 +133,10 @@ def _compilation_line(done: LayersCompiled) -> str:
 
 
 def _cuda_graph_lines(done: GraphsCaptured) -> Iterator[tuple[str, str]]:
-    """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not replayed."""
-    stages = f"{done.stages} of {plural(done.stages + len(done.causes), 'stage')}"
+    """`4 of 4 stages replayed as graphs, recorded in 1.3 s; ...`, and a line for each stage that is not."""
+    stages = f"{done.stages} of {plural(done.stages + len(done.fallback_reasons), 'stage')}"
     yield "graphs", f"{stages} replayed as graphs, recorded in {done.seconds:.1f} s; graphs=false launches each kernel"
-    for cause in done.causes:
+    for cause in done.fallback_reasons:
         yield "", f"launched kernel by kernel: {cause}"
 
 

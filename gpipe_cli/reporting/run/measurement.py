@@ -63,13 +63,13 @@ class StepMedians:
         return first, third
 
 
-def classify_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
-    """The kind of a speed; ``without_core``: fraction of computing time without a core, None before the first step."""
-    if without_core is None:
+def classify_speed(one_device: bool, cpu_starved_share: float | None) -> SpeedKind | None:
+    """The kind of a speed; ``cpu_starved_share``: of computing time, 0 to 1; None before the first step."""
+    if cpu_starved_share is None:
         return None
-    return (
-        "measured_one_device" if one_device else "measured_contended" if without_core > CONTENDED_SHARE else "measured"
-    )
+    if one_device:
+        return "measured_one_device"
+    return "measured_contended" if cpu_starved_share > CONTENDED_SHARE else "measured"
 
 
 def stage_memory(

@@ -147,7 +147,7 @@ class Reporter:
         quantities = {
             "step_seconds": message.seconds,
             "samples_per_second": message.samples / message.seconds,
-            "without_core": max(message.without_core),  # of the stage that was most affected
+            "cpu_starved_share": max(message.cpu_starved_share),  # the stage that was worst off
         }
         if message.tokens is not None:
             quantities["tokens_per_second"] = message.tokens / message.seconds
@@ -193,7 +193,7 @@ class Reporter:
             self._folder / PAGE, title, self._run.simulation, self._pictures, run=str(self._folder),
             commands=[start.command for start in self._result.starts],
             contended=share if kind == "measured_contended" else None,
-            launched=self._run.ready.graphs.causes if self._run.ready.graphs else (),
+            launched=self._run.ready.graphs.fallback_reasons if self._run.ready.graphs else (),
         )  # fmt: skip
 
     def _evaluated(self, message: Evaluated) -> None:
@@ -298,13 +298,13 @@ class Reporter:
         console = self._console.console
         kind = result.samples_per_second_kind
         print_fields(console, compare_with_prediction(result))
-        if kind is not None and kind != "measured":  # the prediction is for stages that share nothing
-            print_fields(console, [("", describe_speed_kind(kind, result.without_core))])
+        if kind is not None and kind != "measured":  # the prediction is not of such a speed
+            print_fields(console, [("", describe_speed_kind(kind, result.cpu_starved_share))])
 
     @property
     def _speed_kind(self) -> tuple[measurement.SpeedKind | None, float | None]:
-        """The kind of speed, and the median over steps of the highest `without_core` of any stage, 0 to 1."""
-        share = self._medians.median("without_core")
+        """The kind of speed, and the median over steps of the highest `cpu_starved_share` of any stage, 0 to 1."""
+        share = self._medians.median("cpu_starved_share")
         return measurement.classify_speed(self._run.spec.layout.one_device, share), share
 
     def _measured(self) -> RunResult:
@@ -319,7 +319,7 @@ class Reporter:
             starts = *earlier, replace(last, seconds=seconds)
         peak = result.peak_flops_per_second
         shares = measured_breakdown(self._medians)
-        kind, without_core = self._speed_kind
+        kind, cpu_starved_share = self._speed_kind
         return replace(
             result,
             epochs=result.steps // (run.ready.steps_per_epoch or 1),
@@ -328,7 +328,7 @@ class Reporter:
             samples_per_second=speeds[0],
             samples_per_second_quartiles=quartiles("samples_per_second"),
             samples_per_second_kind=kind,
-            without_core=without_core,
+            cpu_starved_share=cpu_starved_share,
             step_seconds=median("step_seconds"),
             speed_includes_warm_up=0 < result.steps - run.ready.first_step <= run.warm_up_steps,
             speed_steps=len(self._medians.values_counted("step_seconds")),

@@ -75,7 +75,7 @@ def compare_with_prediction(result: RunResult) -> Iterable[tuple[str, str]]:
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
             yield "", f"{name}: {sizes} ({format_difference(predicted, counted)})"
     if not prediction.measured:
-        yield "", f"predicted from {prediction.source}; hardware=auto cost=measured times your layers"
+        yield "", f"predicted from {prediction.source}; hardware=auto cost=profile times your layers"
 
 
 def format_difference(predicted: float, measured: float, times: str = "as much") -> str:

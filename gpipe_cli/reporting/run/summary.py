@@ -189,20 +189,20 @@ def _score_fields(result: RunResult) -> Iterable[tuple[str, str]]:
         if result.speed_includes_warm_up:
             steps = f"of the first {plural(result.speed_steps, 'step')}, which are slow"
         yield "speed", f"{', '.join(speed for _, speed in speeds)}, {step} (medians {steps})"
-    yield "", describe_speed_kind(result.samples_per_second_kind, result.without_core)
+    yield "", describe_speed_kind(result.samples_per_second_kind, result.cpu_starved_share)
 
 
 def _at_step(test: Evaluation) -> str:
     return f"after step {test.step:,}, in epoch {test.epoch}"
 
 
-def describe_speed_kind(kind: str, without_core: float | None = None) -> str:
-    """Whether a speed is a pipeline's, in words; ``kind``: a SpeedKind; ``without_core``: a fraction, 0 to 1."""
+def describe_speed_kind(kind: str, cpu_starved_share: float | None = None) -> str:
+    """Whether a speed is that of a pipeline, in words; ``cpu_starved_share``: 0 to 1."""
     match kind:
         case "measured_one_device":
             return f"{kind}: stages shared a device or cores"
         case "measured_contended":
-            share = "" if without_core is None else f", active {percent(without_core)} of the time"
+            share = "" if cpu_starved_share is None else f", active {percent(cpu_starved_share)} of the time"
             return f"{kind}: times are inflated by other programs{share}"
     return f"{kind}: every process had its own device or cores"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.config.old_words import update_words
 from gpipe_cli.errors import InputError, describe_error
 from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_markdown
@@ -24,7 +25,7 @@ class Reproduction:
     title: str
     claim: str  # the paper's claim in our own words
     source: str
-    needs: str  # devices and data for the paper's scale
+    needs: str  # devices and data needed at the paper's scale
     scale: str  # paper, small, smoke
     machine: str
     tables: tuple[Table, ...]
@@ -43,7 +44,7 @@ def write_reproduction(reproduction: Reproduction, folder: Path) -> None:
 
 def read_reproduction(folder: Path) -> Reproduction:
     """What ``write_reproduction`` wrote. Raises FileNotFoundError, and InputError if the file holds something else."""
-    stored = read_result(folder, f"{REPRODUCTION}.json")
+    stored = update_words(read_result(folder, f"{REPRODUCTION}.json"))
     try:
         tables = tuple(
             Table.of_rows(table["title"], [Column(**column) for column in table["columns"]], table["rows"])

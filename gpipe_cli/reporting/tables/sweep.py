@@ -240,7 +240,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
         activation_bytes=combine_rounds("activation_bytes", max),
         model_flops_per_second=median_of("model_flops_per_second"),
         mfu=median_of("mfu"),
-        without_core=max((result.without_core for result in results if result.without_core is not None), default=None),
+        cpu_starved_share=max((s for result in results if (s := result.cpu_starved_share) is not None), default=None),
         kind=max((str(result.samples_per_second_kind) for result in results), default=None),
         executor=results[0].executor if results else None,
         threads=results[0].threads if results else None,
@@ -351,7 +351,7 @@ def _notes(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[tuple[st
     measured = [row for row in rows if row.status == "measured"]
     kinds = {row.kind for row in measured}
     if len(kinds) == 1:
-        shares = (share for row in measured if (share := row.without_core) is not None)
+        shares = (share for row in measured if (share := row.cpu_starved_share) is not None)
         yield "speed", describe_speed_kind(str(kinds.pop()), max(shares, default=None))
     for number, row in enumerate(rows, start=1):
         if row.baseline:
