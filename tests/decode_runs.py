@@ -134,7 +134,7 @@ def log_probabilities(seed: int, index: int, tokens: tuple[int, ...]) -> tuple[f
 
 def source_tokens(index: int) -> list[int]:
     sources = tiny_split().sources
-    return sources.padded(torch.tensor([index]), int(sources.lengths[index]), PAD)[0].tolist()
+    return sources.pad(torch.tensor([index]), int(sources.lengths[index]), PAD)[0].tolist()
 
 
 def by_length(score: float, length: int, penalty: float) -> float:

@@ -148,7 +148,7 @@ def held(
     executor = Executor(stages, order.row_of_stage, LocalTransport([CPU] * len(spans)))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
-    predicted = peak_bytes(order, [[memory.held(*span) for memory in memories] for span in spans])
+    predicted = peak_bytes(order, [[memory.saved_amounts(*span) for memory in memories] for span in spans])
     return tuple(stage.counter.peak_bytes for stage in stages.values()), predicted
 
 
@@ -169,9 +169,9 @@ def held_between_halves(
     for k, span in reversed(list(enumerate(spans))):
         given = tuple(None if gradient is None else gradient.clone() for gradient in boundary)
         boundary = stages[k].backward_inputs(0, given)
-        added = stages[k].counter.peak_bytes - memory.held(*span).graph
+        added = stages[k].counter.peak_bytes - memory.saved_amounts(*span).graph
         measured.append((added, stages[k].counter.bytes))
-        predicted.append(memory.held(*span)[2:])
+        predicted.append(memory.saved_amounts(*span)[2:])
         stages[k].backward_weights(0)
         assert stages[k].counter.bytes == 0
     return measured, predicted

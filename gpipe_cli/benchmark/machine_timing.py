@@ -239,7 +239,7 @@ def _segments(profile: ModelProfile, samples: int, available: int) -> tuple[int,
 def _bytes_of_layers(profile: ModelProfile, samples: int) -> Sequence[int]:
     memory = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
     return [
-        memory.held(at, at + 1).graph + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes
+        memory.saved_amounts(at, at + 1).graph + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes
         for at, w in enumerate(profile.weights)
     ]
 

@@ -39,7 +39,7 @@ class RaggedTokens:
         values = np.fromiter(chain.from_iterable(sequences), dtype=np.int32)
         return cls(torch.from_numpy(values), torch.tensor(list(map(len, sequences)), dtype=torch.int64))
 
-    def padded(self, indices: Tensor, width: int, padding: int) -> Tensor:
+    def pad(self, indices: Tensor, width: int, padding: int) -> Tensor:
         """int64 (n, width): the sequences `indices` (int64 (n,)), none longer than `width`, then `padding`."""
         lengths = self.lengths[indices, None]
         columns = torch.arange(width)
@@ -75,14 +75,14 @@ class PairSplit:
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Encoder input (n, S) and decoder input (n, T), both int64; `lengths` is (S, T)."""
         chosen = torch.tensor(indices)
-        targets = self.targets.padded(chosen, lengths[1], PAD)
+        targets = self.targets.pad(chosen, lengths[1], PAD)
         so_far = torch.cat([torch.full((len(indices), 1), BEGIN), targets[:, :-1]], dim=1)
         # END is only predicted, never an input, as nothing follows it. No text encodes to its id.
-        return self.sources.padded(chosen, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
+        return self.sources.pad(chosen, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
 
     def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, T): the token that follows each token of the decoder input; IGNORED where there is none."""
-        return self.targets.padded(indices, lengths[1], IGNORED)
+        return self.targets.pad(indices, lengths[1], IGNORED)
 
     def predicted_tokens(self) -> Tensor:
         """int64 (tokens,): all target tokens in order, without padding."""

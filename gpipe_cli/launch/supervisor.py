@@ -119,7 +119,7 @@ class Supervisor:
                 self._failures.append(self._silence_failure(*silent))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.find_lost()):
                 self._failures.append(self._loss_failure(*lost))
-            if (number := self._activity[STOP]) and not self._failures and doing and not self._begun(doing):
+            if (number := self._activity[STOP]) and not self._failures and doing and not self._has_begun(doing):
                 raise exception_of(number)  # no step has begun, at whose end a worker would stop
             if number == signal.SIGINT and not told:
                 on_message(signal.SIGINT)
@@ -133,7 +133,7 @@ class Supervisor:
             return self._find_lost(heartbeat, interrupt) or cause
         return cause
 
-    def _begun(self, doing: Mapping[int, Activity]) -> bool:
+    def _has_begun(self, doing: Mapping[int, Activity]) -> bool:
         """Whether the steps have begun: process 0 says so, the others have begun an action."""
         return self._last is not None if 0 in self._workers else any(activity.kind for activity in doing.values())
 

@@ -136,20 +136,20 @@ class _Planner:
         micro_batch_limit = max(1, _training_samples(config) // (config.micro_batches * config.replicas))
         sized = partial(with_samples, config, self.profile, key)
 
-        def planned(planner: _Planner, samples: int) -> Candidate:
+        def plan_candidate(planner: _Planner, samples: int) -> Candidate:
             variant = sized(samples)
             return planner.candidate(str(getattr(variant, key)), variant)
 
         fitting = bisect_left(range(1, micro_batch_limit + 1), True, key=lambda samples: not self.fits(sized(samples)))
-        chosen = planned(self, max(1, fitting))
+        chosen = plan_candidate(self, max(1, fitting))
         while chosen.over is not None and fitting > 1:  # schedule=auto may find another order by `costs_of`
             fitting -= 1
-            chosen = planned(self, fitting)
+            chosen = plan_candidate(self, fitting)
         if chosen.over is not None:
             raise self.nothing_fits_error(chosen, f"{key}=auto: not even one sample per micro-batch fits; ")
         if fitting == micro_batch_limit:
             return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
-        larger = planned(replace(self, costs_of=predicted_costs), fitting + 1)
+        larger = plan_candidate(replace(self, costs_of=predicted_costs), fitting + 1)
         return Choice(key, "the largest that fits the memory", (chosen, larger), chosen)
 
     def nothing_fits_error(self, closest: Candidate, prefix: str) -> NothingFitsError:

@@ -108,15 +108,15 @@ def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -
     Raises InputError if the model does not fit the data set, or its layers do not fit each other.
     """
     lengths = build.max_lengths(config) if lengths is None else lengths
-    return _profile(_traced(config), lengths)
+    return _profile(_find_traced(config), lengths)
 
 
 def number_of_layers(config: TrainConfig) -> int:
     """The number of the model's layers, which is built but not traced. Raises InputError if it cannot be built."""
-    return len(_model(_traced(config)))
+    return len(_model(_find_traced(config)))
 
 
-def _traced(config: TrainConfig) -> _Traced:
+def _find_traced(config: TrainConfig) -> _Traced:
     facts = [f"{name}={getattr(config, name)}" for name in settings_affecting(Affects.LAYERS)]
     facts += [f"on_gpu={computes_on_gpu(config)}", f"splits={config.splits_backward}"]
     return _Traced(tuple(facts), config)
@@ -218,7 +218,7 @@ def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, tied_elsewh
     first = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" not in tied_elsewhere]
     later = [parameter for path, parameter in layer.named_parameters() if f"{name}.{path}" in tied_elsewhere]
 
-    def stored(some: Sequence[nn.Parameter]) -> int:
+    def stored_bytes(some: Sequence[nn.Parameter]) -> int:
         averaged = [*some, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []
         return state_bytes(config.optimizer, some) + sum(t.nbytes for t in averaged)
 
@@ -229,9 +229,9 @@ def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, tied_elsewh
         tensors=len(parameters),
         weight_bytes=weight_bytes,
         gradient_bytes=sum(p.nbytes for p in trained),
-        optimizer_bytes=stored(parameters),
+        optimizer_bytes=stored_bytes(parameters),
         summed_bytes=sum(-(-p.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for p in trained),
-        saved_bytes=weight_bytes - sum(p.nbytes for p in later) + stored(first),
+        saved_bytes=weight_bytes - sum(p.nbytes for p in later) + stored_bytes(first),
     )
 
 

@@ -141,14 +141,14 @@ class Plan(Cut):
     @property
     def saved_bytes(self) -> tuple[int, ...]:
         """The peak bytes of activations that autograd saves on each stage."""
-        return self.memory_model.saved(self.schedule, self.bounds)
+        return self.memory_model.peak_saved_bytes(self.schedule, self.bounds)
 
     def saved_bytes_of(self, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """The same for a mini-batch of `samples` padded to these lengths."""
         profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
         sizes = shard_of(samples, self.config.micro_batches, self.config.replicas).sizes
         schedule = schedule_for(self.order, len(sizes), self.recompute)
-        return MemoryModel(self.config, profile, sizes).saved(schedule, self.bounds)
+        return MemoryModel(self.config, profile, sizes).peak_saved_bytes(schedule, self.bounds)
 
     @property
     def host_bytes(self) -> int | None:
@@ -235,7 +235,7 @@ class Plan(Cut):
                 stage=stage,
                 parameters=profile.weights[at].parameters,
                 forward_flops=round(cost.forward.flops * self.samples),
-                saved_bytes=activations.held(at, at + 1).graph,
+                saved_bytes=activations.saved_amounts(at, at + 1).graph,
                 boundary_bytes=self._bytes(cost.outputs),
                 forward_seconds=self.costs.layers[at].graph_seconds,
                 backward_seconds=self.costs.layers[at].backward_seconds,

@@ -138,7 +138,7 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
         bounds = bounds_of(balance)
         none = [0] * len(bounds)
         stored = [model.at_peaks(bounds, none, none) for model in memory]
-        held = _held(plan, memory, bounds)
+        held = _saved_bytes(plan, memory, bounds)
         stages = [
             {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes,
              "buffers": _linear(stage.buffers_bytes, double.buffers_bytes), "held": ways}
@@ -163,11 +163,11 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
     }
 
 
-def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict[str, list[int]]]:
+def _saved_bytes(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict[str, list[int]]]:
     """Of each span of layers, the bytes of a micro-batch in each way to save it: fixed bytes, and bytes of a sample.
     `memory` is for micro-batches of one sample and of two. Where backwards were not traced in halves, what is saved
     does not change between them."""
-    single, double = (model.kept(spans) for model in memory)
+    single, double = (model.largest_amounts(spans) for model in memory)
     held = [
         {way: _linear(*values) for way, *values in zip(SavedAmounts._fields, *sizes, strict=True)}
         for sizes in zip(single, double, strict=True)

@@ -118,7 +118,7 @@ class MemoryModel:
     ) -> tuple[StageMemory, ...]:
         """The memory of each stage at its fullest moment."""
         waiting = peak_skip_bytes(schedule, self._skips(bounds), device_of_stage)
-        return self.at_peaks(bounds, peak_bytes(schedule, self._held(bounds)), waiting)
+        return self.at_peaks(bounds, peak_bytes(schedule, self._all_saved_amounts(bounds)), waiting)
 
     def at_peaks(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
         """The memory of stages that hold these bytes of activations, and of skips that wait, at their fullest."""
@@ -147,7 +147,7 @@ class MemoryModel:
         if self.replays or len(of_devices) == len(held):
             peaks = tuple(sum(held[k].activations_bytes for k in stages) for stages in of_devices)
         else:
-            peaks = peaks_of_devices(schedule, self._held(bounds), device_of_stage)
+            peaks = peaks_of_devices(schedule, self._all_saved_amounts(bounds), device_of_stage)
         return tuple(
             peak
             + sum(held[k].total_bytes - held[k].activations_bytes - held[k].workspace_bytes for k in stages)
@@ -171,25 +171,29 @@ class MemoryModel:
             if route.receiver > route.sender + 1
         }
 
-    def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
+    def peak_saved_bytes(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The peak bytes of activations that autograd saves on each stage."""
-        of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
+        of_stages = [
+            {n: activations.saved_amounts(*span) for n, activations in self._of_size.items()} for span in bounds
+        ]
         return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
-    def _held(self, bounds: Bounds) -> list[list[SavedAmounts]]:
+    def _all_saved_amounts(self, bounds: Bounds) -> list[list[SavedAmounts]]:
         """For each stage, the bytes of each micro-batch in each way to save it."""
         if self.replays:
             return [[held] * len(self._sizes) for held in self.largest(bounds)]
-        of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
+        of_stages = [
+            {n: activations.saved_amounts(*span) for n, activations in self._of_size.items()} for span in bounds
+        ]
         return [[held[n] for n in self._sizes] for held in of_stages]
 
     def largest(self, bounds: Bounds) -> list[SavedAmounts]:
         """For each stage, the bytes of the largest micro-batch in each way to save it."""
         return [SavedAmounts(*self._largest(*span).tolist()) for span in bounds]
 
-    def kept(self, bounds: Bounds) -> list[SavedAmounts]:
+    def largest_amounts(self, bounds: Bounds) -> list[SavedAmounts]:
         """For each stage, the bytes that autograd saves of the largest micro-batch in each way to save it."""
-        return [self._of_size[self._sizes[0]].held(*span) for span in bounds]
+        return [self._of_size[self._sizes[0]].saved_amounts(*span) for span in bounds]
 
     def _largest(self, first: Layers, end: Layers) -> Int64Array:
         """The bytes of the largest micro-batch in each of the ways of `SavedAmounts`, (4,); (4, n) for n stages."""

@@ -169,7 +169,7 @@ def naive_activations(precision: str, more: str, results: Mapping[str, Any], run
     (stage,) = simulated.plan.memory
     profile = simulated.profile
     memory = ActivationMemory(profile.costs, profile.inputs, simulated.samples, profile.lengths)
-    held = memory.held(0, len(profile.costs))
+    held = memory.saved_amounts(0, len(profile.costs))
     unit = BYTES[results["unit"]]
     return {
         "precision": precision,

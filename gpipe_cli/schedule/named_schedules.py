@@ -88,7 +88,7 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up:
     return [*forwards[:warm_up], *chain(*pairs), *backwards[len(forwards) - warm_up :]]
 
 
-def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
+def _interleaved_order(partitions: int, micro_batches: int, devices: int) -> Rows:
     """1f1b on every device, with groups of P micro-batches that pass through one of its stages, then the next."""
     assert partitions % devices == 0, "as many stages on each device"
     stages_per_device = partitions // devices
@@ -154,7 +154,7 @@ class Order:
 ORDERS = {
     "gpipe": Order(_gpipe),
     "1f1b": Order(_1f1b),
-    "interleaved": Order(_interleaved, placement="looped"),
+    "interleaved": Order(_interleaved_order, placement="looped"),
     "zero_bubble": Order(_zero_bubble, splits=True),
     "zbv": Order(_v_schedule("zbv"), placement="v", splits=True),
     "v_half": Order(_v_schedule("v_half"), placement="v", splits=True),

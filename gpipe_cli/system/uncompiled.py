@@ -17,10 +17,10 @@ def skip_compiler(function: _Function) -> _Function:
     each of its functions again and again."""
 
     @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return (torch.compiler.disable(function) if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
-    return cast(_Function, called)
+    return cast(_Function, call)
 
 
 @cache

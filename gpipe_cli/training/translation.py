@@ -204,7 +204,7 @@ def decode(
         if engine.has_first:
             assert split is not None
             where = torch.tensor([indices[at] for at in chosen])
-            sources = split.sources.padded(where, lengths[chosen[0]], PAD).to(engine.first_device)
+            sources = split.sources.pad(where, lengths[chosen[0]], PAD).to(engine.first_device)
         beams = [Beam(options, min(options.limit, 2 * lengths[at] + 10)) for at in chosen]
         while growing := [at for at, beam in enumerate(beams) if not beam.is_final]:
             objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)

@@ -128,7 +128,7 @@ class ActivationMemory:
         # gradients flow from the last layer to the first
         self._saved_gradients = _SavedBytes(sizes[::-1], [split.saved_gradients for split in splits[::-1]], samples)
 
-    def held(self, first: int, end: int) -> SavedAmounts:
+    def saved_amounts(self, first: int, end: int) -> SavedAmounts:
         """The bytes that a stage of layers `first` to `end - 1` saves of a micro-batch, in the ways of `SavedAmounts`.
 
         A stage with nothing to train in it or before it has no backward, and saves nothing. Between the halves of a

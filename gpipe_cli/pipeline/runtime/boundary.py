@@ -87,10 +87,10 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
             tensor = tensor.contiguous()
         # for a dimension of size 1 several strides mean the same memory, and kernels are chosen by strides
         tensor = tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
-    return _aligned(tensor)
+    return _align(tensor)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def _align(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of it if it begins at an address that a new allocation would not have."""
     return tensor.clone() if tensor.storage_offset() * tensor.itemsize % ALIGNED_BYTES else tensor
 
@@ -147,4 +147,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
     """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples. Each is aligned, so that a
     layer that passes it on does not copy it, which would count it twice."""
-    return tuple(zip(*(map(_aligned, tensor.split(list(sizes))) for tensor in batch), strict=True))
+    return tuple(zip(*(map(_align, tensor.split(list(sizes))) for tensor in batch), strict=True))

@@ -58,7 +58,7 @@ class Guards:
             if isinstance(described, str):
                 raise UncapturableError(f"{name} {described}")
 
-    def changed(self) -> str:
+    def find_change(self) -> str:
         """The name of the first value that was replaced, moved or modified; "" if there is none."""
         for values, key, value, name in self._values:
             current = values.get(key)

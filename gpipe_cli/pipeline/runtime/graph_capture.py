@@ -62,7 +62,7 @@ class Results(NamedTuple):
     moments: BatchMoments
     checksums: dict[str, torch.Tensor]  # of the gradients of parameters, by their names
 
-    def named(self) -> dict[str, torch.Tensor]:
+    def by_name(self) -> dict[str, torch.Tensor]:
         moments = [norm.moments for norm in self.moments]
         inputs = "the gradient of input", self.input_gradients
         named = {f"the gradient of {name}": value for name, value in self.checksums.items()}
@@ -222,7 +222,7 @@ class GraphCapture:
                 self._memory.rng_states[place] = self._capturer.new_rng_state()
         results = Results(without_graph(outputs), tuple(leaf.grad for leaf in leaves), moments, checksums)
         if second_run:
-            if changed := guards.changed():
+            if changed := guards.find_change():
                 raise UncapturableError(f"{changed} changes whenever it runs")
             for name, buffer, version, value in buffers:
                 # a recomputation would change it again
@@ -242,8 +242,8 @@ class GraphCapture:
                 captured.replay_weights()
         named = self._module.named_parameters()
         checksums = {name: checksum(weight.grad) for name, weight in named if weight.grad is not None}
-        replayed = Results(captured.outputs, captured.input_gradients, captured.moments, checksums).named()
-        for name, value in expected.named().items():
+        replayed = Results(captured.outputs, captured.input_gradients, captured.moments, checksums).by_name()
+        for name, value in expected.by_name().items():
             if name not in replayed or not same_bits(replayed[name], value):
                 raise UncapturableError(f"{name} has other bits when the layers are replayed")
             del replayed[name]

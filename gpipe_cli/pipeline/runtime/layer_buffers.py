@@ -66,7 +66,7 @@ class LayerBuffers:
             unseen = {
                 id(self._all[at].buffers)
                 for at in set(compared) - changing
-                if _changed(self._all[at].read(), values[at])
+                if _has_changed(self._all[at].read(), values[at])
             }
             self._changing = changing | {at for at, entry in enumerate(self._all) if id(entry.buffers) in unseen}
         for at in changing - self._changing:
@@ -100,7 +100,7 @@ def _differ(before: tuple[torch.Tensor | None, int], after: tuple[torch.Tensor |
     return before[0] is not after[0] or before[1] != after[1]
 
 
-def _changed(buffer: torch.Tensor | None, value: torch.Tensor | None) -> bool:
+def _has_changed(buffer: torch.Tensor | None, value: torch.Tensor | None) -> bool:
     return buffer is not None and value is not None and not same_bits(buffer, value)
 
 

@@ -91,7 +91,7 @@ class StageCudaGraphs:
         if hooked and self.capture_eagerly:
             self._give_up(f"layer {hooked} has a hook, which is not called when it is replayed")
         guards = self._guards.get(self._module.training)
-        changed = "" if guards is None or self._given_up else guards.changed()
+        changed = "" if guards is None or self._given_up else guards.find_change()
         self._guard_changes += bool(changed)
         if changed and (self._guard_changes > _MAX_GUARD_CHANGES or self.capture_eagerly):
             self._give_up(f"{changed} changes between steps")

@@ -93,7 +93,7 @@ class Reporter:
         self._pictures: list[StepPicture] = []
         self._console = RunConsole(self._shown or Console(), run)
         self._unwritten_before: set[tuple[str, int | None]] = set()  # optional outputs, and the errno of their errors
-        result = self._measured()
+        result = self._current_result()
         write_run(folder, result)
         self._loggers = LoggerGroup(folder, run, result, self._warn_unwritten)
         self.started = True
@@ -121,7 +121,7 @@ class Reporter:
                 self.add_breakdown(self._last.step, asdict(self._drawer.analyze(self._last, message)[1]))
                 self._drawer.add(self._last, message)
             case Evaluated():
-                self._evaluated(message)
+                self._add_evaluation(message)
             case CheckpointReady():
                 self._loggers.flush()
             case CheckpointWritten():
@@ -181,7 +181,7 @@ class Reporter:
             self._write_page()
             write_picture(self._folder / "timeline.png", draw(picture.views))
             if self._run.config.logger:
-                self._loggers.memory(self._result.steps, self._measured().memory)
+                self._loggers.memory(self._result.steps, self._current_result().memory)
                 self._loggers.picture("timeline", picture.step, draw(picture.views, narrow=True))
         with self._optional_output("pictures"):
             write_trace(self._folder, picture.views)
@@ -196,7 +196,7 @@ class Reporter:
             launched=self._run.ready.graphs.fallback_reasons if self._run.ready.graphs else (),
         )  # fmt: skip
 
-    def _evaluated(self, message: Evaluated) -> None:
+    def _add_evaluation(self, message: Evaluated) -> None:
         test = _to_evaluation(self._result.task, message)
         if message.split == "validation":
             self._change(validation=test if message.is_best else self._result.validation)
@@ -204,7 +204,7 @@ class Reporter:
             self._change(test=test, best=test if message.is_best else self._result.best)
         self._console.add_evaluation(message)
         with self._optional_output("result"):
-            write_run(self._folder, self._measured())
+            write_run(self._folder, self._current_result())
         self._loggers.add_evaluation(message)
 
     @contextmanager
@@ -256,7 +256,7 @@ class Reporter:
             *earlier, last = self._result.starts
             self._change(starts=(*earlier, replace(last, ended=format_second(datetime.now().astimezone()))))
         self._change(status=status, error=error)
-        result = self._measured()
+        result = self._current_result()
         unwritten: OSError | None = None
         try:  # result.json comes first, as writing to a closed console ends the process
             write_run(self._folder, result)
@@ -293,7 +293,7 @@ class Reporter:
         """Shows, once, the prediction against the measured step."""
         if self._compared or self._result.prediction is None or self._last is None:
             return
-        result = self._measured()
+        result = self._current_result()
         self._compared = True
         console = self._console.console
         kind = result.samples_per_second_kind
@@ -307,7 +307,7 @@ class Reporter:
         share = self._medians.median("cpu_starved_share")
         return measurement.classify_speed(self._run.spec.layout.one_device, share), share
 
-    def _measured(self) -> RunResult:
+    def _current_result(self) -> RunResult:
         """The result so far."""
         run, result = self._run, self._result
         median, quartiles = self._medians.median, self._medians.quartiles

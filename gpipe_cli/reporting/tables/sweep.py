@@ -288,8 +288,8 @@ def _differing_values(cells: Sequence[Sequence[Run]], asked: set[str], auto: Seq
     def is_kept(key: str) -> bool:
         if f"{key}.".startswith(left_out):
             return False
-        select_metrics = key in auto and any(row.get(key) != AUTO for row in rows)
-        return select_metrics or any(row.get(key) != rows[0].get(key) for row in rows)
+        chosen = key in auto and any(row.get(key) != AUTO for row in rows)
+        return chosen or any(row.get(key) != rows[0].get(key) for row in rows)
 
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if is_kept(key)]
     return [{key: row.get(key) for key in keys} if row else {} for row in flat]
@@ -303,7 +303,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column]:
     """The columns that name a row, varied settings and status, then the measured values."""
 
-    def asked(row: BenchRow, key: str) -> str:
+    def format_setting(row: BenchRow, key: str) -> str:
         """`4`; of an automatic setting, also the value chosen: `auto: 4`."""
         value, chosen = row.settings.get(key), row.resolved.get(key, AUTO)
         return f"{value}: {format_value(chosen)}" if value == AUTO != chosen else format_value(value)
@@ -322,7 +322,7 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
         )
 
     for key in _naming_settings(varies):
-        cells = [asked(row, key) if key in varies else _format_cell(getattr(row, key)) for row in rows]
+        cells = [format_setting(row, key) if key in varies else _format_cell(getattr(row, key)) for row in rows]
         yield words(SYMBOLS.get(key, key), cells)
     yield words("status", [row.status.replace("_", " ") for row in rows])
     tokens, samples = number(TOKENS), number(SAMPLES)

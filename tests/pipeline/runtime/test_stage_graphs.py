@@ -222,8 +222,8 @@ UNCHANGED_RECOMPUTE, ONE_POOL = Stage.recompute, tape.Pool()
 # the fault: whose function is replaced, by what; and what the program changes between steps
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any], Change]] = {
     "one pool for two micro-batches": (tape.TapeMaker, "new_pool", lambda maker: ONE_POOL, nothing),
-    "a number is frozen": (Guards, "changed", lambda guards: "", scales),
-    "weights are read where they were": (Guards, "changed", lambda guards: "", moves_weights),
+    "a number is frozen": (Guards, "find_change", lambda guards: "", scales),
+    "weights are read where they were": (Guards, "find_change", lambda guards: "", moves_weights),
     "a seed is not set": (tape.RngState, "manual_seed", lambda rng, seed: None, nothing),
     "an output is not copied": (stage, "_copies", lambda tensors: tensors, nothing),
     "gradients are added up elsewhere": (StaticMemory, "use_gradients", lambda memory, parameters: None, nothing),
