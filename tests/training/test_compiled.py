@@ -53,9 +53,9 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFi
     assert first is not None
     assert (first.layers, first.sizes) == (4, (1,))
     # a block whose input needs no gradient, the two others, and what flattens
-    assert first.dynamo_graphs == 3
+    assert first.graphs == 3
     assert first.made
-    assert CompileCounts.current() - before == CompileCounts(first.dynamo_graphs, first.made, first.found), (
+    assert CompileCounts.current() - before == CompileCounts(first.graphs, first.made, first.found), (
         "none in a step"
     )
     eager = train_here(configure(*way, "compile=false"), tmp_path / "eager")
