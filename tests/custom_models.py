@@ -215,8 +215,8 @@ class Tuples(nn.Module):
         return x if not works else (x,) if self.wraps else x[0]
 
 
-class Twice(nn.Module):
-    """Two norms, one of which is applied twice."""
+class Norms(nn.Module):
+    """Two norms, the first of which averages all mini-batches, and the other has a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,14 @@ class Twice(nn.Module):
         self.other.register_forward_hook(lambda module, inputs, output: output * 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.other(self.norm(self.conv(self.norm(x))))
+        return self.other(self.conv(self.norm(x)))
+
+
+class Twice(Norms):
+    """The first norm is applied twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x))
 
 
 def with_layers(*layers: nn.Module) -> nn.Sequential:
@@ -257,7 +264,7 @@ def odd() -> nn.Sequential:
         Tuples(wraps=True, always=True),
         Wrapped(),
         Tuples(wraps=False, always=True),
-        Twice(),
+        Norms(),
         Tuples(wraps=True, always=False),
         Tuples(wraps=False, always=False),
         Does(marks),

@@ -73,3 +73,9 @@ def test_a_layer_that_cannot_be_pipelined_is_named(
     assert len(rows(found, verdict="left out")) == left_out
     assert words in " ".join(captured.out.split())
     assert "Traceback" not in captured.out + captured.err
+
+
+def test_a_batch_norm_that_is_applied_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("check", *IMAGES, "model.target=custom_models:norms_twice") == 2
+    line = "gpipe check: layer 1.norm: a batch norm is applied twice in a forward, "
+    assert line in capsys.readouterr().err

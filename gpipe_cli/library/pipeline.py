@@ -86,8 +86,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     Losses, gradients and weights are the same bits for every K, schedule with the same order of backwards, and mode of
     recomputation, also with dropout. Batch norm normalizes each micro-batch; its running statistics are the
-    mini-batch's. Other buffers that layers change when they run are changed once by each micro-batch, in their order;
-    what they keep elsewhere, as in attributes, is changed again by a recomputation.
+    mini-batch's, and a norm that a forward applies twice is refused. Other buffers that layers change when they run are
+    changed once by each micro-batch, in their order; what they keep elsewhere, as in attributes, is changed again by a
+    recomputation.
 
     The layers are traced once for each shape of the inputs. Where a step is not as traced (a tensor between processes
     has another shape or type, or a tensor requires a gradient that would not be returned), it ends with an InputError

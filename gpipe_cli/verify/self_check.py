@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -472,20 +472,20 @@ def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Ite
     plain PyTorch has if each norm is given the whole mini-batch, computed in float64."""
     norms = [norm for norm in find_tracking_norms(model) if norm.training]
     copies = [deepcopy(norm).double() for norm in norms]
-    given: dict[nn.Module, dict[int, list[torch.Tensor]]] = {norm: {} for norm in norms}
+    given: dict[nn.Module, dict[int, torch.Tensor]] = {norm: {} for norm in norms}
 
     def record(norm: nn.Module, inputs: tuple[torch.Tensor, ...], keywords: dict[str, torch.Tensor]) -> None:
         (value,) = (*inputs, *keywords.values())
-        given[norm].setdefault(micro_batch(), []).append(value.detach())
+        given[norm][micro_batch()] = value.detach()
 
     handles = [norm.register_forward_pre_hook(record, with_kwargs=True) for norm in norms]
     yield
     for handle, norm, copy in zip(handles, norms, copies, strict=True):
         handle.remove()
         with torch.no_grad():
-            for pieces in zip_longest(*given[norm].values()):  # several if a forward applies the norm again
+            if given[norm]:
                 # `forward` and not a call, as hooks observe micro-batches
-                copy.forward(torch.cat([piece for piece in pieces if piece is not None]).double())
+                copy.forward(torch.cat([*given[norm].values()]).double())
             for buffer, exact in zip(norm.buffers(recurse=False), copy.buffers(recurse=False), strict=True):
                 buffer.copy_(exact)
 

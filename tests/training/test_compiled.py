@@ -53,9 +53,9 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFi
     assert first is not None
     assert (first.layers, first.sizes) == (4, (1,))
     # a block whose input needs no gradient, the two others, and what flattens
-    assert first.dynamo_graphs == 3
+    assert first.graphs == 3
     assert first.made
-    assert CompileCounts.current() - before == CompileCounts(first.dynamo_graphs, first.made, first.found), (
+    assert CompileCounts.current() - before == CompileCounts(first.graphs, first.made, first.found), (
         "none in a step"
     )
     eager = train_here(configure(*way, "compile=false"), tmp_path / "eager")
@@ -76,10 +76,14 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @needs_compiler
-def test_a_layer_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
-    config = configure(*SETTINGS, "model.target=custom_models:norms_twice", "dataset.num_classes=4", "partitions=1")
-    with pytest.raises(InvalidSettingError, match=r"compile=true: layer 1 .*compile=false$"):
-        train_here(config, tmp_path)
+@pytest.mark.parametrize("way", ["compile=true partitions=1", "compile=false partitions=1 check_layers=false",
+                                 "compile=false partitions=2 executor=distributed"])  # fmt: skip
+def test_a_batch_norm_that_is_applied_twice_is_refused(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    twice = ["model.target=custom_models:norms_twice", "dataset.num_classes=4"]
+    assert command("train", *SETTINGS, *twice, *way.split()) == 2
+    captured = capsys.readouterr()  # what fails in a step is in the summary
+    assert "layer 1.norm: a batch norm is applied twice in a forward, " in captured.out + captured.err
+    assert "Traceback" not in captured.out + captured.err
 
 
 @needs_compiler

@@ -29,6 +29,7 @@ from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.models.skips import Stash
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import (
+    AppliedTwiceError,
     BatchStatistics,
     find_tracking_norms,
     restore_stats,
@@ -87,7 +88,7 @@ def check_compiler(device: torch.device) -> None:
 def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
     """Make every layer of `module` run compiled in training mode, its batch norms writing to `statistics`. Raises
     InvalidSettingError for a layer with a `forward` set on the object, and InputError as `find_tracking_norms` does."""
-    numbers = {norm: statistics.register(norm) for norm in find_tracking_norms(module)}
+    numbers = {norm: statistics.register(norm, path) for norm, path in find_tracking_norms(module).items()}
     for name, layer in module.named_children():
         if isinstance(layer, Stash):  # it returns its input: there is nothing to compile
             continue
@@ -155,9 +156,7 @@ class _CompiledForward:
             if not norm.training:
                 return
             if norm in values_per_channel:
-                raise _compile_error(
-                    f"layer {self._name} applies a batch norm twice, which is not tracked in compiled code"
-                )
+                raise AppliedTwiceError(self._statistics.paths[self._norms[norm]])
             values_per_channel[norm] = inputs[0].numel() // norm.num_features
 
         if not self._norms:
@@ -176,7 +175,7 @@ class _CompiledForward:
         targets: list[torch.Tensor] = []
         moments: list[torch.Tensor] = []
         for norm, per_channel in values.items():
-            mean, variance = self._statistics.slot(self._norms[norm], per_channel)
+            mean, variance = self._statistics.target_of(self._norms[norm], per_channel)
             if mean is not None and variance is not None:
                 targets += mean, variance
                 moments += self._moments[norm]

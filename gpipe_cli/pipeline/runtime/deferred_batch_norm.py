@@ -1,9 +1,9 @@
 """Batch norm under micro-batches: normalize per micro-batch, track per mini-batch (paper sections 2.2 and 6).
 
-Every micro-batch writes its mean and variance into a separate slot; `commit` merges the slots once per mini-batch. A
-recomputation writes nothing, so nothing is counted twice, and uneven or short mini-batches need no counting of calls.
-The merged variance is unbiased, of the whole mini-batch, as in `nn.BatchNorm`: the running statistics are the same as
-for a single big batch.
+Every micro-batch writes its mean and variance separately; `commit` merges them once per mini-batch. A recomputation
+writes nothing, so nothing is counted twice, and uneven or short mini-batches need no counting of calls. The merged
+variance is unbiased, of the whole mini-batch, as in `nn.BatchNorm`: the running statistics are the same as for a single
+big batch.
 
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
@@ -33,23 +33,29 @@ def single_replica(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return (tensor,)
 
 
+class AppliedTwiceError(InputError):
+    """A forward applies the batch norm `layer` twice."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(
+            f"layer {layer}: a batch norm is applied twice in a forward, and tracks the statistics of a single input; "
+            "make a norm for each application"
+        )
+
+
 @dataclass
-class _MomentSlot:
+class BatchMoments:
     """The moments of a micro-batch in all norms: a flat tensor (2, sum of widths), its views for each norm, and the
     number of values per channel of each norm that has written to it."""
 
-    moments: torch.Tensor
+    flat: torch.Tensor
     views: list[tuple[torch.Tensor, torch.Tensor]]  # mean and variance, (C,) each
     counts: dict[int, int] = field(default_factory=dict)
 
 
-BatchMoments: TypeAlias = list[_MomentSlot]
-"""The slots of a micro-batch: a slot for each application of a norm in a forward; in most models a single slot."""
-
-
 class BatchStatistics:
-    """The slots of a stage's batch norms, by micro-batch. All norms share a slot's flat tensor, so that a commit costs
-    a dozen operations per stage, not per norm.
+    """The moments of a stage's batch norms, by micro-batch. All norms share a micro-batch's flat tensor, so that a
+    commit costs a dozen operations per stage, not per norm.
 
     A norm's width in that tensor is its C channels plus padding, so that the next norm begins at an aligned address.
     The padding holds zeros, and is computed like any channel.
@@ -57,9 +63,9 @@ class BatchStatistics:
 
     def __init__(self) -> None:
         self._norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
-        self._slots: dict[int, BatchMoments] = {}  # by micro-batch; reused in every step
+        self.paths: list[str] = []  # of the norms in the module
+        self._by_micro_batch: dict[int, BatchMoments] = {}  # reused in every step
         self._written_moments: BatchMoments | None = None
-        self._max_slots: int | None = None  # of a micro-batch, in any replica's first step
         # running statistics changed by the newest mini-batch, each with that mini-batch's own value
         self.last_batch_stats: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -68,86 +74,69 @@ class BatchStatistics:
         return self._norms
 
     @property
-    def slots(self) -> list[torch.Tensor]:
-        """The flat tensors of all slots made so far."""
-        return [slot.moments for slots in self._slots.values() for slot in slots]
+    def flat_tensors(self) -> list[torch.Tensor]:
+        """Those of all micro-batches so far."""
+        return [moments.flat for moments in self._by_micro_batch.values()]
 
-    def register(self, norm: _BatchNorm) -> int:
+    def register(self, norm: _BatchNorm, path: str) -> int:
         self._norms.append(norm)
+        self.paths.append(path)
         return len(self._norms) - 1
 
     def begin_step(self) -> None:
-        """Empty the slots, which a step that failed has left."""
-        for slots in self._slots.values():
-            for slot in slots:
-                slot.counts.clear()
+        """Discard the moments that a step that failed has left."""
+        for moments in self._by_micro_batch.values():
+            moments.counts.clear()
 
     def moments_of(self, micro_batch: int) -> BatchMoments:
-        """The slots of a micro-batch."""
-        if micro_batch not in self._slots:
-            self._slots[micro_batch] = self.new_moments()
-        return self._slots[micro_batch]
+        if micro_batch not in self._by_micro_batch:
+            self._by_micro_batch[micro_batch] = self.new_moments()
+        return self._by_micro_batch[micro_batch]
 
     def new_moments(self) -> BatchMoments:
-        """Slots that norms write to in a micro-batch's forward."""
-        return [self._new_slot()] if self._norms else []
+        """Moments that norms write to in a micro-batch's forward."""
+        like = self._norms[0].running_mean if self._norms else torch.empty(0)
+        flat = like.new_zeros(2, sum(self._widths))
+        return BatchMoments(flat, list(zip(*map(self._split_by_norm, flat), strict=True)))
 
     @contextmanager
     def writing_to(self, moments: BatchMoments | None) -> Iterator[None]:
-        """While active, in a micro-batch's forward, norms in training mode overwrite these slots; None: write
-        nothing."""
-        for slot in moments or ():
-            slot.counts.clear()
+        """While active, in a micro-batch's forward, norms in training mode overwrite these moments; None: write
+        nothing. Raises AppliedTwiceError."""
+        if moments is not None:
+            moments.counts.clear()
         self._written_moments = moments
         try:
             yield
         finally:
             self._written_moments = None
 
-    def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where norm number `norm` writes mean and variance, (C,) each; None if it must write nothing."""
+    def target_of(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where norm number `norm` writes mean and variance, (C,) each; None if it must write nothing. Raises
+        AppliedTwiceError."""
         if self._written_moments is None:
             return None, None
-        slot = next((slot for slot in self._written_moments if norm not in slot.counts), None)
-        if slot is None:  # if the norm is applied again: like `nn.BatchNorm`, `commit` tracks that as another batch
-            slot = self._new_slot()
-            self._written_moments.append(slot)
-        slot.counts[norm] = values_per_channel
-        return slot.views[norm]
-
-    def _new_slot(self) -> _MomentSlot:
-        moments = self._norms[0].running_mean.new_zeros(2, sum(self._widths))
-        return _MomentSlot(moments, list(zip(*map(self._split_by_norm, moments), strict=True)))
+        if norm in self._written_moments.counts:
+            raise AppliedTwiceError(self.paths[norm])
+        self._written_moments.counts[norm] = values_per_channel
+        return self._written_moments.views[norm]
 
     @torch.no_grad()
-    def copy(self, moments: BatchMoments, micro_batch: int) -> None:
-        """Copy what a graph has written to `moments` into the moments of a micro-batch."""
-        slots = self.moments_of(micro_batch)
-        used = [written for written in moments if written.counts]
-        while len(slots) < len(used):
-            slots.append(self._new_slot())
-        for slot, written in zip(slots, used, strict=False):
-            slot.moments.copy_(written.moments)
-            slot.counts.update(written.counts)
+    def copy(self, written: BatchMoments, micro_batch: int) -> None:
+        """Copy what a graph has written into the moments of a micro-batch."""
+        if written.counts:
+            moments = self.moments_of(micro_batch)
+            moments.flat.copy_(written.flat)
+            moments.counts.update(written.counts)
 
     @torch.no_grad()
     def commit(self, all_gather: AllGather = single_replica) -> None:
-        """Merge this mini-batch's slots, on all replicas, exactly into the running statistics; then empty the slots."""
-        last_batch_stats: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        in_order = [slots for _, slots in sorted(self._slots.items())]
-        slot_count = max(map(len, in_order), default=0)
-        # a replica may have had no sample
-        if self._norms and self._max_slots is None and all_gather is not single_replica:
-            self._max_slots = int(max(all_gather(self._norms[0].running_mean.new_tensor([slot_count]))))
-        for number in range(max(slot_count, self._max_slots or 0)):
-            used = [slots[number] for slots in in_order if len(slots) > number and slots[number].counts]
-            for running, value in self._merge(used, all_gather):
-                last_batch_stats.setdefault(id(running), (running, []))[1].append(value)
-        self.last_batch_stats = [(running, values[0] if len(values) == 1 else torch.stack(values).mean(dim=0))
-                       for running, values in last_batch_stats.values()]  # fmt: skip
+        """Merge this mini-batch's moments, on all replicas, exactly into the running statistics; then discard them."""
+        used = [moments for _, moments in sorted(self._by_micro_batch.items()) if moments.counts]
+        self.last_batch_stats = self._merge(used, all_gather)
 
-    def _merge(self, used: Sequence[_MomentSlot], all_gather: AllGather) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Merge the `used` slots; returns the running statistics changed, each with the merged value.
+    def _merge(self, used: Sequence[BatchMoments], all_gather: AllGather) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Merge the `used` moments; returns the running statistics changed, each with the merged value.
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
         the mean would lose digits. Each product and each sum is a separate operation, so that a channel gets the same
@@ -156,7 +145,7 @@ class BatchStatistics:
         if not self._norms or (not used and all_gather is single_replica):
             return []
         dtype = self._norms[0].running_mean.dtype
-        norms_used = [any(norm in slot.counts for slot in used) for norm in range(len(self._norms))]
+        norms_used = [any(norm in moments.counts for moments in used) for norm in range(len(self._norms))]
         parts = all_gather(self._moments(used))
         if not used:  # this replica has no sample of the mini-batch
             norms_used = [bool(total[0]) for total in self._split_by_norm(torch.stack(tuple(parts)).sum(dim=0)[0])]
@@ -168,19 +157,19 @@ class BatchStatistics:
             mean = sum(part[1] * part[0] for part in parts) / total
             squares = sum(part[2] + (part[1] - mean).square() * part[0] for part in parts)
         variance = squares / (total - 1)
-        for slot in used:
-            slot.counts.clear()
+        for moments in used:
+            moments.counts.clear()
         return self._update(mean.to(dtype), variance.to(dtype), norms_used)
 
-    def _moments(self, used: Sequence[_MomentSlot]) -> torch.Tensor:
-        """Statistics over the micro-batches in these slots, float64 (3, widths): the number of values, their mean, and
-        the sum of their squared differences from it."""
+    def _moments(self, used: Sequence[BatchMoments]) -> torch.Tensor:
+        """Statistics over the micro-batches of these moments, float64 (3, widths): the number of values, their mean,
+        and the sum of their squared differences from it."""
         if not used:
             return self._norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
-        rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
-        values, total = _values_of_channels(rows, self._widths, used[0].moments.device)
+        rows = tuple(tuple(moments.counts.get(norm, 0) for norm in range(len(self._norms))) for moments in used)
+        values, total = _values_of_channels(rows, self._widths, used[0].flat.device)
         # products of all micro-batches together, as each product takes a launch; sums in the micro-batches' order
-        means, variances = torch.stack([slot.moments for slot in used], dim=1).double()
+        means, variances = torch.stack([moments.flat for moments in used], dim=1).double()
         mean = torch.zeros_like(total)
         for weighted in means * values:
             mean += weighted
@@ -245,15 +234,15 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
     stay the same objects, with their parameters, hooks and whatever else their classes do. Raises InputError for norms
     whose statistics cannot be deferred."""
     norms = find_tracking_norms(module)
-    for norm in norms:
-        vars(norm)["forward"] = _make_deferred_forward(norm, statistics)
-    return norms
+    for norm, path in norms.items():
+        vars(norm)["forward"] = _make_deferred_forward(norm, path, statistics)
+    return list(norms)
 
 
-def find_tracking_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The batch norms below `module` that track statistics. Raises InputError for a norm with an unknown forward, whose
-    statistics cannot be redirected, and for two norms that share statistics."""
-    norms: list[_BatchNorm] = []
+def find_tracking_norms(module: nn.Module) -> dict[_BatchNorm, str]:
+    """The batch norms below `module` that track statistics, with their paths. Raises InputError for a norm with an
+    unknown forward, whose statistics cannot be redirected, and for two norms that share statistics."""
+    norms: dict[_BatchNorm, str] = {}
     owners: dict[int, str] = {}
     for path, norm in module.named_modules():
         if not isinstance(norm, _BatchNorm) or not norm.track_running_stats or norm.running_mean is None:
@@ -266,7 +255,7 @@ def find_tracking_norms(module: nn.Module) -> list[_BatchNorm]:
                 "of micro-batches instead of the mini-batch; use nn.BatchNorm1d, 2d or 3d and do the rest in a module "
                 "around it, or use track_running_stats=False"
             )
-        norms.append(norm)
+        norms[norm] = path
     return norms
 
 
@@ -312,16 +301,18 @@ def restore_stats(norm: _BatchNorm, before: tuple[Any, ...]) -> None:
     buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], vars(norm)["momentum"] = before
 
 
-def _make_deferred_forward(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm's own forward, which in training writes the micro-batch's moments to its slot."""
+def _make_deferred_forward(
+    norm: _BatchNorm, path: str, statistics: BatchStatistics
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm's own forward, which in training writes the micro-batch's moments."""
     forward = type(norm).forward
-    index = statistics.register(norm)
+    index = statistics.register(norm, path)
     attributes, channels = vars(norm), norm.num_features
 
     def run(input: torch.Tensor) -> torch.Tensor:
         if not attributes["training"]:
             return forward(norm, input)
-        before = swap_stats(norm, *statistics.slot(index, input.numel() // channels))
+        before = swap_stats(norm, *statistics.target_of(index, input.numel() // channels))
         try:
             return forward(norm, input)
         finally:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, split_all
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import single_replica
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import AppliedTwiceError, single_replica
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
@@ -86,7 +86,8 @@ class Executor:
         this pipeline's micro-batches are numbered from `first_micro_batch` on, and gradients are still being summed
         over replicas on return. Hooks of `register_post_accumulate_grad_hook`, which may change weights that other
         micro-batches still need, are left to `call_gradient_hooks`. Raises ActionFailedError if an action fails,
-        ChangedInputError for a layer that changes its input in place, and PeerLostError if a neighbour is lost.
+        ChangedInputError for a layer that changes its input in place, AppliedTwiceError for a batch norm, and
+        PeerLostError if a neighbour is lost.
         """
         micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)
@@ -175,7 +176,7 @@ class Executor:
             # 4. Post the receives that waited for this action to be launched, or for a buffer that it has used.
             self._transport.after_action()
             timings.mark_action(action.stage, begun, received, computed, clock.now(), cpu_after - cpu_before)
-        except (PeerLostError, ChangedInputError):
+        except (PeerLostError, ChangedInputError, AppliedTwiceError):
             raise
         except Exception as error:
             kind = "gradient" if action.kind in SENDS_GRADIENT else "input"

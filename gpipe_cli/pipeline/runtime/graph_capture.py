@@ -63,10 +63,9 @@ class Results(NamedTuple):
     checksums: dict[str, torch.Tensor]  # of the gradients of parameters, by their names
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        moments = [norm.moments for norm in self.moments]
         inputs = "the gradient of input", self.input_gradients
         named = {f"the gradient of {name}": value for name, value in self.checksums.items()}
-        for what, tensors in (("output", self.outputs), inputs, ("the moments of batch norm", moments)):
+        for what, tensors in (("output", self.outputs), inputs, ("the moments of batch norm", (self.moments.flat,))):
             named |= {f"{what} {index}": tensor for index, tensor in enumerate(tensors) if tensor is not None}
         return named
 
@@ -169,7 +168,7 @@ class GraphCapture:
 
     def _lasting_storages(self, moments: BatchMoments) -> set[int]:
         """The storages that outlive a micro-batch."""
-        tensors = (*self._module.parameters(), *self._module.buffers(), *(norm.moments for norm in moments))
+        tensors = (*self._module.parameters(), *self._module.buffers(), moments.flat)
         return {storage_id(tensor) for tensor in tensors}
 
     def _run_layers(
@@ -204,13 +203,13 @@ class GraphCapture:
 
         with (
             ExitStack() as hooks,
-            self._statistics.writing_to(moments),
             self._capturer.forbid_sync() if second_run else nullcontext(),
         ):
             for name, weight in self._module.named_parameters():
                 if weight.requires_grad:
                     hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(free_gradient, name)))
-            leaves, outputs = self._compute(inputs, keeps, draws.before_layer)
+            with self._statistics.writing_to(moments):  # not in the backward, where a layer may recompute itself
+                leaves, outputs = self._compute(inputs, keeps, draws.before_layer)
             draws.after_layer()
             roots = list(compress(outputs, receives_grad or [output.requires_grad for output in outputs]))
             if keeps and roots:

@@ -375,7 +375,7 @@ class Stage:
     def _counting(self, micro_batch: int, retain: Retain, inputs: Tensors) -> AbstractContextManager[None]:
         if retain is not Retain.ACTIVATIONS or not self.counter.on:
             return _NOTHING
-        return self.counter.counting(micro_batch, inputs, self.statistics.slots)
+        return self.counter.counting(micro_batch, inputs, self.statistics.flat_tensors)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         if not self.inputs:

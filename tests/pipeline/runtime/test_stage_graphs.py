@@ -209,13 +209,9 @@ def test_what_cannot_be_replayed_runs_as_it_is(layer: nn.Module, cause: str) -> 
 
 
 def recompute_and_track(own: Stage, micro_batch: int) -> None:
-    """A recomputation adds its moments as if the norm were applied once more."""
+    """A recomputation writes moments, of no values."""
     UNCHANGED_RECOMPUTE(own, micro_batch)
-    slots, again = own.statistics.moments_of(micro_batch), own.statistics.new_moments()
-    for slot, tracked in zip(again, slots, strict=False):
-        slot.moments.copy_(tracked.moments)
-        slot.counts.update(tracked.counts)
-    slots += again
+    own.statistics.moments_of(micro_batch).flat.zero_()
 
 
 UNCHANGED_RECOMPUTE, ONE_POOL = Stage.recompute, tape.Pool()
