@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.benchmark.machine_timing import uses_measured_costs
-from gpipe_cli.commands.prepare import NOT_COMPILED, prepare
+from gpipe_cli.commands.prepare import NOT_COMPILED, check_feasible, prepare
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
@@ -55,6 +55,7 @@ def plan(
         log = partial(show_text, console)
         _check_data_sheet(config, settings.solve, several=config.partitions > 1 or "partitions" in auto)
         if settings.solve is None:
+            check_feasible(config, auto)
             made = prepare(config, auto, log, other_machine=not config.hardware.is_this_machine).plan
         else:
             made = solve_max_model(config, log)

@@ -53,14 +53,13 @@ def prepare(
     other_machine: bool = False,
     saved: TrainConfig | None = None,
 ) -> PreparedRun:
-    """Choose the settings in `auto`, plan the step, and partition the model.
+    """Choose the settings in `auto`, plan the step, and partition the model, after `check_feasible`.
 
     `log` gets a line before each slow part; `torchrun`: this process, if torchrun started it; `other_machine`: the plan
     is for another machine; `saved`: the configuration of the run that is resumed. Raises InputError for what cannot be
     built, partitioned or placed, or does not fit the memory.
     """
     config = _with_memory_format(config)
-    check_feasible(config, auto, torchrun)
     phase("tracing the layers, to know what each computes, keeps and sends")
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")

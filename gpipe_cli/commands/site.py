@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         if config.cost != "datasheet":
             fork_server.start()  # the server imports torch in parallel with this process
         import_in_thread("gpipe_cli.commands.prepare")
-        from gpipe_cli.commands.prepare import prepare
+        from gpipe_cli.commands.prepare import check_feasible, prepare
         from gpipe_cli.planner.simulation_data import simulation_data
         from gpipe_cli.reporting.page.page import PAGE, write_page
         from gpipe_cli.reporting.site.site import FRONT, write_front
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         if (folder / PAGE).exists() and not (folder / FRONT).exists():
             raise InputError(f"{folder / PAGE}: is the page of a run or a plan; give another folder")
         console = Console()
+        check_feasible(config, auto)
         prepared = prepare(config, auto, partial(show_text, console), other_machine=not config.hardware.is_this_machine)
         title = f"{model_name(prepared.config.model)} on {prepared.config.dataset.name}"
         command = shlex.join(["gpipe", "plan", *settings])

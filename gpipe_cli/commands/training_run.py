@@ -118,8 +118,9 @@ def _train(
     config, auto = request.config, request.auto
     is_run = request.bench is None
     source = None
+    torchrun = read_torchrun_env()
+    check_feasible(config, auto, torchrun)
     if is_rank_zero():
-        check_feasible(config, auto, read_torchrun_env())
         source = find_source(request)
         if config.resume is not None:
             progress = initial_progress(config, source)
@@ -127,11 +128,7 @@ def _train(
         if not config.dry_run:
             check_data(config, auto, source)
     prepared = prepare(
-        config,
-        auto,
-        lambda line: show_text(Console(), line) if is_rank_zero() else None,
-        read_torchrun_env(),
-        saved=request.saved,
+        config, auto, lambda line: show_text(Console(), line) if is_rank_zero() else None, torchrun, saved=request.saved
     )
     training, spec = prepared.config, prepared.spec
     if training.dry_run:
@@ -152,7 +149,7 @@ def _train(
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
         raise InvalidSettingError("run_folder", config.run_folder, why)
     task = partial(train, training, spec, decision, only_steps=not is_run)
-    show_next_commands = single and not read_torchrun_env()
+    show_next_commands = single and not torchrun
     show = (
         run_report(prepared, folder, start, request.bench, restarts, show_next_commands=show_next_commands)
         if is_rank_zero()
