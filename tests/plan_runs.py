@@ -7,10 +7,10 @@ from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.layout import Memory, layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.process_layout import Memory, layout_of
 
 EVEN = (*TINY, "batch_size=8", "micro_batches=4")  # AmoebaNet of 7 layers, 2 samples in each micro-batch
 CUSTOM = (*EVEN[2:], "model=custom", "model.target=custom_models:says_costs")  # 8 layers

@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import configure
 
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.mfu import StepFlops
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.process_layout import Layout
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, TimelineView
 from gpipe_cli.reporting.run.description import RunContext

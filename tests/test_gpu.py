@@ -22,8 +22,8 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.results.files import read_result
 from gpipe_cli.schedule.named_schedules import SCHEDULES, build
 from gpipe_cli.schedule.schedule import RECOMPUTE_MODES

@@ -191,7 +191,7 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
     if config.memory_format != "auto":
         return config.memory_format
     # convolutions are faster in channels_last, on CPUs too (by half: gpipe check against=torch); where they are not, on
-    # GPUs in float32, a rule has replaced `auto` (`commands/prepare.py`)
+    # GPUs in float32, a rule has replaced `auto` (`commands/prepare_run.py`)
     return "contiguous" if config.text else "channels_last"
 
 

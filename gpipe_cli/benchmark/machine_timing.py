@@ -26,14 +26,14 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.planner.cost_model import MeasuredCosts, StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import gpu_of, replays_graphs, with_data_sheet
 from gpipe_cli.planner.device_rates import rates_of_data_sheet
-from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
+from gpipe_cli.planner.process_layout import Layout
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.files import read_json, write_atomic
 from gpipe_cli.system.gpus import Gpu, driver_version
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
-from gpipe_cli.system.phase import phase
+from gpipe_cli.system.status_line import phase
 from gpipe_cli.units import duration, plural, size
 
 Log = Callable[[str], None]

@@ -15,16 +15,16 @@ from typing import Literal
 
 from rich.console import Console
 
-from gpipe_cli.commands.prepare import check_feasible
+from gpipe_cli.commands.prepare_run import check_feasible
 from gpipe_cli.config.groups import group_choice
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.planner.layout import default_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
+from gpipe_cli.planner.process_layout import default_threads
 from gpipe_cli.reporting.run.lines import print_fields, show_error
 from gpipe_cli.reporting.tables.check import CheckReport, show_check
 from gpipe_cli.schedule.named_schedules import ORDERS, SCHEDULES, order

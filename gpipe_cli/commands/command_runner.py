@@ -31,7 +31,7 @@ from gpipe_cli.errors import (
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import StopRequested, catch_interrupts, import_in_thread
-from gpipe_cli.system.phase import end_phase, phase, phases
+from gpipe_cli.system.status_line import end_phase, phase, phases
 from gpipe_cli.system.stdio import lost_output
 
 HYDRA_COMMANDS = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpipe_cli.commands.prepare import check_feasible
+from gpipe_cli.commands.prepare_run import check_feasible
 from gpipe_cli.config.groups import group_choice
 from gpipe_cli.config.settings import CheckSettings, PartitionConfig, TrainConfig
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.planner.layout import default_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
+from gpipe_cli.planner.process_layout import default_threads
 from gpipe_cli.reporting.run.lines import print_fields
 from gpipe_cli.reporting.tables.against import AgainstReport, Measurement, Row, show_against
 from gpipe_cli.system.machine import usable_cores

@@ -11,14 +11,14 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.benchmark.machine_timing import uses_measured_costs
-from gpipe_cli.commands.prepare import NOT_COMPILED, check_feasible, prepare
+from gpipe_cli.commands.prepare_run import NOT_COMPILED, check_feasible, prepare
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import with_data_sheet
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.plan import PLAN, Plan
+from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.step_schedule import validated_schedule_for
 from gpipe_cli.reporting.page.page import PAGE, write_page

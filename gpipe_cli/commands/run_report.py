@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import find_data
 from gpipe_cli.commands.next_commands import next_commands
-from gpipe_cli.commands.prepare import PreparedRun
+from gpipe_cli.commands.prepare_run import PreparedRun
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import BenchSettings, TrainConfig
 from gpipe_cli.errors import InputError, error_text

@@ -30,7 +30,7 @@ from gpipe_cli.reporting.run.summary import describe_outcome
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, format_second, run_result_or_none
 from gpipe_cli.system.interrupts import import_in_thread
-from gpipe_cli.system.phase import name_long_phases
+from gpipe_cli.system.status_line import name_long_phases
 
 
 def start_run(request: RunRequest, *typed: str, single: bool = False) -> int:

@@ -70,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     with lock_folder(Path(word), word, new=False) as folder, show_preparation():
         if config.cost != "datasheet":
             fork_server.start()  # the server imports torch in parallel with this process
-        import_in_thread("gpipe_cli.commands.prepare")
-        from gpipe_cli.commands.prepare import check_feasible, prepare
+        import_in_thread("gpipe_cli.commands.prepare_run")
+        from gpipe_cli.commands.prepare_run import check_feasible, prepare
         from gpipe_cli.planner.simulation_data import simulation_data
         from gpipe_cli.reporting.page.page import PAGE, write_page
         from gpipe_cli.reporting.site.site import FRONT, write_front

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
-from gpipe_cli.commands.prepare import check_feasible, prepare
+from gpipe_cli.commands.prepare_run import check_feasible, prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, resume_or_restart
@@ -23,15 +23,15 @@ from gpipe_cli.launch.job import Failure, Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
-from gpipe_cli.planner.layout import place_stages
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
+from gpipe_cli.planner.process_layout import place_stages
 from gpipe_cli.reporting.run.lines import show_error, show_text
 from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.system.files import write_atomic
 from gpipe_cli.system.gpus import refresh_gpus
 from gpipe_cli.system.interrupts import STOP_SIGNALS, StopRequested
-from gpipe_cli.system.phase import phase
+from gpipe_cli.system.status_line import phase
 from gpipe_cli.training.checkpoint.files import (
     RUN_FOLDER_MISSING,
     find_checkpoint,

@@ -42,7 +42,7 @@ from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError, InvalidSettingError
 from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.system.files import write_atomic
-from gpipe_cli.system.phase import phase
+from gpipe_cli.system.status_line import phase
 from gpipe_cli.units import first_few, plural
 
 _MAX_HEADERS = 100_000  # headers read before a training, about; they take some seconds

@@ -29,7 +29,7 @@ from gpipe_cli.distributed.torchrun_env import (
     read_torchrun_env,
     store_address,
 )
-from gpipe_cli.system.phase import end_phase
+from gpipe_cli.system.status_line import end_phase
 
 _FOLDER = "gpipe/run_folder"
 _START = "gpipe/start"

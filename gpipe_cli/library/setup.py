@@ -23,8 +23,8 @@ from gpipe_cli.pipeline.runtime.tied_weights import Tie, share_memory, uses_in
 from gpipe_cli.planner.cut import balance_layers
 from gpipe_cli.planner.data_sheet import sheet_of_devices
 from gpipe_cli.planner.device_rates import rates_of_data_sheet
-from gpipe_cli.planner.layout import Layout, place_stages
 from gpipe_cli.planner.model_profile import TracedModel
+from gpipe_cli.planner.process_layout import Layout, place_stages
 from gpipe_cli.schedule.named_schedules import SCHEDULES
 from gpipe_cli.schedule.schedule import RecomputeMode
 from gpipe_cli.system.accelerator import DEVICE_TYPE, number_of_devices, use_device

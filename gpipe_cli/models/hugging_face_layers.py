@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.models.hugging_face_weights import InitialValues
-from gpipe_cli.models.paths import add_submodule_at
+from gpipe_cli.models.module_paths import add_submodule_at
 
 Mask = Literal["causal", "sliding", "bidirectional"]  # which positions of its sequence a position attends to
 Tensors = tuple[Tensor, ...]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import InvalidSettingError, describe_error
-from gpipe_cli.models.paths import add_submodule_at
+from gpipe_cli.models.module_paths import add_submodule_at
 from gpipe_cli.system.files import regular_size
 
 

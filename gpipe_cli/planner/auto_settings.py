@@ -21,10 +21,10 @@ from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError, NothingFitsError, format_value
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, with_data_sheet
-from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import SHORTEST, CostsOf, fits, plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
 from gpipe_cli.planner.plan import Candidate, Choice, Plan
+from gpipe_cli.planner.process_layout import TooLargeError, layout_of
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.system.machine import usable_cores

@@ -12,8 +12,8 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationCounts, OperationKind
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, with_data_sheet
 from gpipe_cli.planner.device_rates import CostSource, DeviceRates, rates_of_data_sheet
-from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.process_layout import Layout
 from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.schedule.partitioner import SkipSends
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost

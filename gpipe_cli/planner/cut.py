@@ -10,8 +10,8 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import shard_of
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.process_layout import Layout
 from gpipe_cli.planner.shared_layers import Shared, check_cut, ends_with_shared_layers_together
 from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.planner.step_schedule import mini_batch_samples, schedule_of_file

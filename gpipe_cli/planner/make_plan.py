@@ -9,9 +9,9 @@ from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import MeasuredCosts, StepCosts, predicted_costs
 from gpipe_cli.planner.cut import Cut, best_cut
-from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Candidate, Choice, Plan
+from gpipe_cli.planner.process_layout import Layout, TooLargeError, layout_of
 from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.planner.step_schedule import schedule_for
 from gpipe_cli.schedule.breakdown import breakdown

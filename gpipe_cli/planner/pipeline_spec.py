@@ -16,10 +16,10 @@ from gpipe_cli.pipeline.runtime.routes import inputs_of, outputs_of, routes
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, stages_of
 from gpipe_cli.planner.data_sheet import sheet_of_devices
 from gpipe_cli.planner.device_rates import effective_precision
-from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.make_plan import plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.process_layout import Layout
 from gpipe_cli.planner.step_schedule import validated_schedule_for
 from gpipe_cli.schedule.schedule import RecomputePlan, Schedule
 

@@ -20,8 +20,8 @@ from gpipe_cli.planner.cost_model import MeasuredCosts
 from gpipe_cli.planner.cut import Cut
 from gpipe_cli.planner.data_sheet import computes_on_gpu, with_data_sheet
 from gpipe_cli.planner.device_rates import achieved_tflops, effective_precision
-from gpipe_cli.planner.layout import TooLargeError
 from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.process_layout import TooLargeError
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import mini_batch_samples, schedule_for
 from gpipe_cli.schedule.breakdown import Breakdown

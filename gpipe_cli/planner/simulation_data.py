@@ -13,10 +13,10 @@ from gpipe_cli.models.skips import Skip
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.cut import bounds_of, sends_of, work_of
-from gpipe_cli.planner.layout import placement_of
 from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.process_layout import placement_of
 from gpipe_cli.planner.shared_layers import ends_with_shared_layers_together
 from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
 from gpipe_cli.schedule.in_flight_memory import SavedAmounts

@@ -16,8 +16,8 @@ from gpipe_cli.config.settings import key_of
 from gpipe_cli.errors import InputError, NothingFitsError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reproduction.computed import COMPUTED, IMPOSSIBLE
 from gpipe_cli.reproduction.presentation import EVERY_SCALE, ColumnSpec, Note, Values, fill_template, make_table
+from gpipe_cli.reproduction.recipe_functions import COMPUTED, IMPOSSIBLE
 from gpipe_cli.reproduction.runner import DISABLE_P2P, Findings, Runner, Scale, keep_last
 
 UNKNOWN = dict.fromkeys(("samples", "samples_per_second"))  # what an impossible plan lacks

@@ -1,5 +1,5 @@
 """The signals that end a command as soon as it has cleaned up: Ctrl-C, and SIGTERM, SIGUSR1 (SLURM, torchrun) and
-SIGHUP (a closed terminal). A training that they end writes a checkpoint first.
+SIGHUP (a closed terminal). A training that they end writes a checkpoint first: `launch/supervisor.py` passes them on.
 """
 
 import gc

@@ -31,13 +31,13 @@ from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import IGNORED, SentencePieceTokenizer
 from gpipe_cli.distributed.control_group import ControlGroup, Stop
 from gpipe_cli.errors import InputError, InvalidSettingError
-from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import check_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.planner.process_layout import Layout
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.files import read_bytes, write_atomic
 from gpipe_cli.system.machine import free_shared_memory_bytes, usable_cores, usable_memory_bytes
-from gpipe_cli.system.phase import phase
+from gpipe_cli.system.status_line import phase
 from gpipe_cli.training.checkpoint.files import Progress, read_index, run_folder_of
 from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.training.milestones import Milestones

@@ -15,15 +15,15 @@ from training_runs import TINY, configure
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.benchmark.layer_benchmark import TimingJob, TimingResult, measure, slowest_copies
 from gpipe_cli.benchmark.machine_timing import step_costs
-from gpipe_cli.commands.prepare import prepare
+from gpipe_cli.commands.prepare_run import prepare
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.rendezvous import broadcast_text, store
 from gpipe_cli.planner import data_sheet
 from gpipe_cli.planner.cost_model import MeasuredCosts, StepCosts
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
+from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.training import pipeline_part
 from gpipe_cli.training.engine import WorkerProcess

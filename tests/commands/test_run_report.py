@@ -9,7 +9,7 @@ import pytest
 from reporting_runs import events, page_data
 from training_runs import SMALL, configure, train_here
 
-from gpipe_cli.commands.prepare import prepare
+from gpipe_cli.commands.prepare_run import prepare
 from gpipe_cli.commands.run_report import run_report
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.training.events import StepDone

@@ -21,7 +21,7 @@ from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.loading import PrefetchedBatches, UnreadableError, batch_requests
 from gpipe_cli.data.text import SyntheticText
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.schedule.schedule import Action, Kind
 from gpipe_cli.training import data_feed
 

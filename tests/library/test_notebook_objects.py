@@ -50,7 +50,7 @@ def test_a_result_is_a_row_of_plain_values(runs: Path) -> None:
 
 
 def test_what_is_not_one_run_has_no_result(runs: Path) -> None:
-    with pytest.raises(InputError, match=rf"^{re.escape(str(runs))}: holds 2 runs; .* such as .*M2$"):
+    with pytest.raises(InputError, match=rf"^{re.escape(str(runs))}: contains 2 runs; .* such as .*M2$"):
         gpipe_cli.result(runs)
 
 

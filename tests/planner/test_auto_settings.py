@@ -13,8 +13,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.planner.auto_settings import NothingFitsError, _training_samples, choose, solve_max_model
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.process_layout import Layout, TooLargeError, layout_of
 from gpipe_cli.schedule.simulator import StageCost
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]

@@ -20,9 +20,9 @@ from gpipe_cli.planner.device_rates import (
     DeviceRates,
     rates_of_data_sheet,
 )
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost
 
 

@@ -9,9 +9,9 @@ from training_runs import SMALL, TINY, command, configure, spec_of
 
 from gpipe_cli.distributed.torchrun_env import read_torchrun_env
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner import layout
-from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner import process_layout
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.results.files import read_result
 
 
@@ -47,7 +47,7 @@ def test_stages_share_gpus_and_processes(
     gpus: int, settings: str, rank_of_stage: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("own.csv").write_text("1F0,2F0,2B0,1B0\n0F0,3F0,3B0,0B0\n", encoding="utf-8")
-    monkeypatch.setattr(layout, "number_of_gpus", lambda config: gpus)
+    monkeypatch.setattr(process_layout, "number_of_gpus", lambda config: gpus)
     found = layout_of(configure(*TINY, *settings.split()))
     assert found.rank_of_stage == rank_of_stage
     assert found.devices == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
@@ -58,7 +58,7 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     rank: int, here: int, local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three processes: one on a machine, two on another one."""
-    monkeypatch.setattr(layout, "number_of_gpus", lambda config: here)
+    monkeypatch.setattr(process_layout, "number_of_gpus", lambda config: here)
     variables = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": here}
     for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
         monkeypatch.setenv(name, str(value))

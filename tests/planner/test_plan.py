@@ -7,11 +7,11 @@ from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import spec_from_plan
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.process_layout import TooLargeError, layout_of
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost
 

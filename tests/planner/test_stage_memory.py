@@ -14,10 +14,10 @@ from gpipe_cli.assembly.optimizer import build_optimizer
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.replicas import _buckets
-from gpipe_cli.planner.layout import TooLargeError
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.pipeline_spec import make_pipeline_spec
+from gpipe_cli.planner.process_layout import TooLargeError
 from gpipe_cli.planner.stage_memory import MemoryModel, buffers_bytes
 from gpipe_cli.schedule.named_schedules import build, order
 from gpipe_cli.training.checkpoint.restore import collect_stage_state

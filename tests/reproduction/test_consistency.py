@@ -7,9 +7,9 @@ import pytest
 import torch
 from recipe_runs import TINY, column, experiment, real_runner
 
-from gpipe_cli.reproduction.computed import consistency
 from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors
 from gpipe_cli.reproduction.recipe import read_recipe
+from gpipe_cli.reproduction.recipe_functions import consistency
 from gpipe_cli.reproduction.runner import Findings, keep_last
 
 ROWS = ({"partitions": 1, "seed": 0}, {"partitions": 3, "seed": 0}, {"partitions": 1, "seed": 1})

@@ -55,9 +55,7 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFi
     # a block whose input needs no gradient, the two others, and what flattens
     assert first.graphs == 3
     assert first.made
-    assert CompileCounts.current() - before == CompileCounts(first.graphs, first.made, first.found), (
-        "none in a step"
-    )
+    assert CompileCounts.current() - before == CompileCounts(first.graphs, first.made, first.found), "none in a step"
     eager = train_here(configure(*way, "compile=false"), tmp_path / "eager")
     cut = [*SETTINGS, "executor=in_process", "partitions=3", "recompute=always"]
     assert command("train", *cut, f"run_folder={tmp_path}/cut") == 0

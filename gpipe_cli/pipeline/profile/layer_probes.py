@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.profile.reads import Reads
+from gpipe_cli.pipeline.profile.tensor_reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
 from gpipe_cli.pipeline.runtime.initial_weights import NO_VALUES
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError

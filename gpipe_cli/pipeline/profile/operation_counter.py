@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations
-from gpipe_cli.pipeline.profile.reads import Reads, tensors_in
+from gpipe_cli.pipeline.profile.tensor_reads import Reads, tensors_in
 
 
 class OperationCounter(Reads):

@@ -1,4 +1,6 @@
-"""A run in TensorBoard: its event files, and the content of the tabs HParams and Custom Scalars."""
+"""A run in TensorBoard: its event files, and the content of the tabs HParams and Custom Scalars. Tags are those of
+`results/metrics.py` and `reporting/run/dashboard.py`.
+"""
 
 import io
 import os

@@ -20,7 +20,7 @@ from rich.text import Text
 from gpipe_cli.config.schema import quote
 from gpipe_cli.config.settings import CONFIG_FILE, format_target_setting
 from gpipe_cli.system.files import open_to_append
-from gpipe_cli.system.phase import end_phase
+from gpipe_cli.system.status_line import end_phase
 
 LOG = "log.txt"
 LABEL_WIDTH = 12  # length of the longest label: `mini-batch   32 = 1 replica x ...`

@@ -15,9 +15,9 @@ from training_runs import configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.cost_model import MeasuredCosts, predicted_costs
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.make_plan import baseline_of, make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page

@@ -13,14 +13,14 @@ from gpipe_cli.errors import InvalidSettingError, format_value
 from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
-from gpipe_cli.planner.layout import Layout, default_threads, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, spec_from_plan
 from gpipe_cli.planner.plan import Choice, Plan
+from gpipe_cli.planner.process_layout import Layout, default_threads, layout_of
 from gpipe_cli.schedule.named_schedules import ORDERS
 from gpipe_cli.schedule.partitioner import check_balance, check_partitions
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.system.phase import phase
+from gpipe_cli.system.status_line import phase
 from gpipe_cli.units import percent, plural
 
 _DOMINANT_FRACTION = 0.9  # share of the work on one of several processes above which a line is printed; our choice

@@ -249,8 +249,8 @@ def _plan_in_fork(work: Sequence[tuple[TrainConfig, "ModelProfile", Row]]) -> li
 
 def _plan_row(config: TrainConfig, profile: "ModelProfile", row: Row) -> Row:
     """The speed of a row's plan, and the shares of a step that stages are idle, and sum their gradients at most."""
-    from gpipe_cli.planner.layout import TooLargeError
     from gpipe_cli.planner.make_plan import plan_step
+    from gpipe_cli.planner.process_layout import TooLargeError
 
     sizes = {key: row[key] for key in ("partitions", "replicas", "micro_batches", "batch_size")}
     try:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpipe_cli.system import phase as module
-from gpipe_cli.system.phase import end_phase, name_long_phases, phase, phases
+from gpipe_cli.system import status_line as module
+from gpipe_cli.system.status_line import end_phase, name_long_phases, phase, phases
 
 
 def test_a_phase_that_takes_long_gets_a_line(
