@@ -186,7 +186,7 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys:
 def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
     process = start_program("reproduce", "breakdown", "schedules", "scale=small", *TINY, "steps=10000")
     try:
-        # the sweep, which leads a session of its own, and below it the run of a cell
+        # the sweep, which leads its own session, and below it the run of a cell
         wait_until(
             lambda: any(children(sweep) for sweep in children(process.pid, "reproduce")), 60, "the run of a cell"
         )

@@ -140,7 +140,7 @@ def command_struck(strike: Callable[[], object], *arguments: str) -> int:
 
 
 def start_program(*arguments: str) -> "subprocess.Popen[str]":
-    """`gpipe ...` as a user starts it, leading a session of its own, so that Ctrl-C can be sent to all of it."""
+    """`gpipe ...` as a user starts it, leading its own session, so that Ctrl-C can be sent to all of it."""
     return subprocess.Popen(
         [sys.executable, "-m", "gpipe_cli", *arguments],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},  # where custom_models.py is

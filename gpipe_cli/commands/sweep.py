@@ -176,8 +176,8 @@ class Sweep:
             return error
 
     def _with_target(self, request: RunRequest | InputError, saved: Sequence[str]) -> RunRequest | InputError:
-        """The request of a sweep that is resumed, with the function that was named again in place of its own; `saved`:
-        the functions of all runs. Raises InvalidSettingError if it was not."""
+        """The request of a sweep that is resumed, with the function that was named again; `saved`: the functions of all
+        runs. Raises InvalidSettingError if it was not."""
         if isinstance(request, InputError):
             return request
         target, targets = target_of(request.config), self._folder.targets
@@ -316,7 +316,7 @@ def _check_folders_have_effect(line: CommandLine) -> None:
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if it is no sweep. Raises InputError if other settings are given too, but the
+    """The sweep that `resume` names; None if that is a run. Raises InputError if other settings are given too, but the
     functions that its runs call, or the sweep is another command's."""
     resumed = line.overrides.get("resume")
     if not isinstance(resumed, str) or "resume" in line.swept or not (Path(resumed) / SWEEP_FILE).is_file():

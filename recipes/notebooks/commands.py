@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gpipe_cli.cli import main
 
-# In a notebook rich makes each line an output of its own, and draws spinners; a command should print as into a file.
+# In a notebook rich makes each line a separate output, and draws spinners; a command should print as into a file.
 Console.__init__ = partialmethod(Console.__init__, force_jupyter=False, force_terminal=False)  # type: ignore[assignment, method-assign]
 os.environ.setdefault("COLUMNS", "110")
 

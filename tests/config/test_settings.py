@@ -155,7 +155,7 @@ def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
     assert config.dataset == saved.dataset  # the same choice, so the run's own settings
     assert config.model == replace(saved.model, dropout=0.1)
     assert config.resume == "run"
-    assert config.max_steps is None  # where the run stopped is no setting of the run that goes on
+    assert config.max_steps is None  # where the run stopped is not a setting of the resumed run
     other = resumed_config(saved, tree("dataset=cifar100", "dataset.root=/y"), ["dataset", "dataset.root"])
     assert other.dataset == train("dataset=cifar100", "dataset.root=/y").dataset  # another choice: the whole group
 

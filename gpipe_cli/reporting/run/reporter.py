@@ -421,7 +421,7 @@ def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> st
 def _with_evaluations(
     result: RunResult, config: TrainConfig, last: EvalRecord | None, best: EvalRecord | None
 ) -> RunResult:
-    """`result` with the evaluations of a checkpoint, if any, instead of its own."""
+    """`result` with the evaluations of a checkpoint, if any, instead of those that it has."""
     last_test, best_test = (_to_evaluation(config.task, test) for test in (last, best))
     if config.dataset.validation is not None:
         return replace(result, validation=best_test or result.validation)
