@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from training_runs import SMALL
 
-# What Python 3.12 and later do to warn: they count the threads after the fork. Those of OpenBLAS end before each fork.
+# What Python 3.12 and later do to warn: they count the threads after the fork. Those of OpenBLAS end before each fork. A
+# thread that was joined may take a moment to leave /proc on a busy machine, and holds no lock: the sweep failed so once.
 COUNTING = """
-import os, threading, traceback
+import os, threading, time, traceback
 
 def count():
-    number = len(os.listdir("/proc/self/task"))
+    end = time.monotonic() + 2
+    while (number := len(os.listdir("/proc/self/task"))) > threading.active_count() and time.monotonic() < end:
+        time.sleep(0.01)
     names = [thread.name for thread in threading.enumerate()]
     by = next(call.filename for call in reversed(traceback.extract_stack()) if "gpipe_cli" in call.filename)
     with open(os.environ["FORKS"], "a") as file:
