@@ -398,8 +398,8 @@ def recorded_starts(folder: Path, resume: str | None) -> tuple[Start, ...]:
 def _all_starts(folder: Path, run: RunContext) -> tuple[Start, ...]:
     """The recorded starts of the run, followed by this start."""
     earlier = recorded_starts(folder, run.config.resume)
-    if run.start is None or (earlier and earlier[-1].started == run.start.started):
-        return earlier  # they include this start if it was recorded before a restart
+    if run.start is None or (run.restarts and earlier and earlier[-1].started == run.start.started):
+        return earlier  # they include this start if it was recorded before the restart
     commits = measurement.find_commits(run.config.model)
     return (*earlier, replace(run.start, first_step=run.ready.first_step, code=commits))
 
