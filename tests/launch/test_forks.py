@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from training_runs import SMALL
 
-# What Python 3.12 and later do to warn: they count the threads after the fork. Those of OpenBLAS end before each fork. A
-# thread that was joined may take a moment to leave /proc on a busy machine, and holds no lock: the sweep failed so once.
+# What Python 3.12 and later do to warn: they count the threads after the fork. Those of OpenBLAS end before each fork.
+# A thread that was joined may take a moment to leave /proc on a busy machine, where the sweep failed once; it holds no
+# lock.
 COUNTING = """
 import os, threading, time, traceback
 
