@@ -7,7 +7,8 @@ replayed as CUDA graphs, each layer is a separate stage: the clock cannot be rea
 What is predicted is a step in which all processes compute, and they share memory and caches: so all of them time both
 micro-batches at the same time, alternately for about a second, as other programs may slow down a machine for part of
 it. One process then times the larger micro-batch alone, and with all threads of the machine, as a single device has:
-only the ratio to the other times counts. Time in which other programs had a process's core does not count.
+only the ratio to the other times counts. Time in which other programs had a process's core does not count, except
+for the share that a run loses on its own cores, too (CONTENDED_SHARE).
 """
 
 import itertools
@@ -31,6 +32,7 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.step_timings import StepTimer
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.results.run import CONTENDED_SHARE
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import DEVICE_TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_layers
@@ -251,11 +253,12 @@ class _LayerTimer:
         return 0 if self._stage.cuda_graphs is None else self._stage.cuda_graphs.captures
 
     def _one_pass(self) -> Pass:
-        """The seconds of each layer, by the clock; the share of them with a core is added to `_core_shares`."""
+        """The seconds of each layer, by the clock; the share of them that counts is added to `_core_shares`."""
         began, core_began = time.perf_counter(), self._clock.cpu_seconds()
         seconds = self._timed_pass()
         cpu_seconds, elapsed = self._clock.cpu_seconds() - core_began, time.perf_counter() - began
-        self._core_shares.append(min(1.0, cpu_seconds / elapsed) if cpu_seconds else 1.0)
+        usual_seconds = (1 - CONTENDED_SHARE) * elapsed  # with a core, where no other program uses the cores
+        self._core_shares.append(min(1.0, cpu_seconds / usual_seconds) if cpu_seconds else 1.0)
         return seconds
 
     def _timed_pass(self) -> Pass:

@@ -11,6 +11,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.results.dict_conversion import IMAGE_FIELD, TEXT_FIELD, from_dict, to_dict
 from gpipe_cli.results.files import RESULT_FILE, read_result, write_result
 
+CONTENDED_SHARE = 0.05  # fraction of a stage's computing time without a core; above, a speed is `measured_contended`
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 
 

@@ -24,8 +24,8 @@ from training_runs import (
 
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import read_config
-from gpipe_cli.reporting.run.measurement import CONTENDED_SHARE
 from gpipe_cli.results.files import read_result
+from gpipe_cli.results.run import CONTENDED_SHARE
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index
 from gpipe_cli.training.events import Evaluated, StepDone

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Literal
 
 from gpipe_cli.config.groups import CustomConfig, ModelConfig
-from gpipe_cli.results.run import StageMemory
+from gpipe_cli.results.run import CONTENDED_SHARE, StageMemory
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.source_code import Commit, commit_of
 from gpipe_cli.units import join_ranges
@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # these modules import torch
 SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "gpipe-cli")
-CONTENDED_SHARE = 0.05  # fraction of a stage's computing time without a core; above, a speed is `measured_contended`
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # tokens, sentences and scores depend on them
 
 
