@@ -127,7 +127,8 @@ class Plan(Cut):
     @property
     def step_range(self) -> tuple[float, float] | None:
         """The seconds between which a step is predicted to take, if timings of its layers scattered by more than a
-        tenth: their quartiles. None if they did not, or nothing was timed."""
+        tenth: from `step_seconds`, or their lower quartile, to their upper one. None if they did not, or nothing was
+        timed."""
         low, high = self.costs.rates.scatter if isinstance(self.costs.rates, MeasuredCosts) else (1.0, 1.0)
         if high - low < _STEADY:
             return None
