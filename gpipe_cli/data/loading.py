@@ -69,14 +69,12 @@ class PrefetchedBatches:
     ) -> None:
         """Start loading the mini-batches of `splits` in `order`.
 
-        workers: number of processes, forked here; 0: this process loads each batch when it is requested. ahead: number
-        of mini-batches that each worker prepares before they are requested.
+        workers: number of processes, forked here; 0: this process loads each batch when it is requested. prefetch:
+        number of mini-batches that each worker prepares before they are requested.
         """
         self._splits = splits
         self._requested: deque[BatchRequest] = deque()  # of workers, in the order of `order`
-        self._current: BatchRequest | None = (
-            None  # the mini-batch that `next` has returned, or is to return after a `peek`
-        )
+        self._current: BatchRequest | None = None  # what `next` has returned, or is to return after a `peek`
         # Without pin_memory=True: the loader would ask CUDA for GPUs before it forks, and pin in a thread that opens a
         # context on GPU 0 as long as this process has none on its own GPU. `accelerator.to_device` pins batches.
         loader: DataLoader[Any] = DataLoader(

@@ -17,9 +17,7 @@ from gpipe_cli.schedule.timeline import Timeline
 from gpipe_cli.training.events import StepDone, StepRecorded
 
 _FIRST_DRAWN_AFTER_STEPS = 5  # counted steps after which the first picture is drawn, before the first epoch ends
-_MIN_STEPS_BETWEEN_DRAWINGS = (
-    50  # pause between drawings, in durations of the last drawing, which takes a core from the stages
-)
+_MIN_PAUSE_RATIO = 50  # of the pause between drawings to the last drawing, which takes a core from the stages
 _KEPT = 32  # recordings at most: each may hold thousands of numbers, and an epoch tens of thousands of steps
 
 
@@ -135,4 +133,4 @@ class StepDrawer:
             self._undrawn()
             self._undrawn = None
             ended = time.monotonic()
-            self._next_drawing = ended + _MIN_STEPS_BETWEEN_DRAWINGS * (ended - began)
+            self._next_drawing = ended + _MIN_PAUSE_RATIO * (ended - began)
