@@ -12,7 +12,7 @@ tiny.
 
 A machine without a network gets the wheels that images with PyTorch lack, made in the root of a checkout:
 
-    pip wheel -q --no-deps -w kit . hydra-core omegaconf antlr4-python3-runtime Babel torchgpipe==0.0.7
+    pip wheel -q --no-deps -w kit . hydra-core 'omegaconf<2.4' antlr4-python3-runtime==4.9.3 Babel torchgpipe==0.0.7
 
 and there, in the root of the same checkout:
 
