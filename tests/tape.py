@@ -1,8 +1,9 @@
 """Graphs on the CPU, for tests: what is dispatched once is captured, and replayed into the same storages.
 
 A tape has what makes CUDA graphs wrong: Python runs only during the capture, so numbers, flags and hooks freeze;
-addresses freeze; what waits for the device (`.item()`) raises an error; outputs are overwritten by the next replay; and
-memory that was free when a graph was captured may have any content after the replay of another graph of its pool.
+addresses freeze; what waits for the device (`.item()`) raises an error; outputs are overwritten by the next replay;
+memory that was free when a graph was captured may have any content after the replay of another graph of its pool; and a
+pool ends with the last of its graphs.
 """
 
 import weakref
@@ -96,11 +97,19 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class Graph:
+    """What the product has of a tape, which the tests keep."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.replay = tape.replay
+
+
 class Pool:
     """Memory that the graphs of a micro-batch share: a graph gets what is free when it is captured."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def free(self) -> list[torch.UntypedStorage]:
         """The storages that operations of the pool's graphs have made, and of which only tapes have tensors."""
@@ -149,17 +158,21 @@ class TapeMaker:
         return nullcontext()
 
     @contextmanager
-    def capture(self, pool: Pool, rng: Sequence[RngState]) -> Iterator[Tape]:
+    def capture(self, pool: Pool, rng: Sequence[RngState]) -> Iterator[Graph]:
         if self._stale:
             self.failed += 1
             raise RuntimeError("a node of autograd belongs to another stream")
+        if pool.tapes and not pool.graphs:
+            raise RuntimeError("all graphs of the pool are dropped")
         tape = self.capturing = Tape(pool.free())
+        graph = Graph(tape)
         try:
             with tape:
-                yield tape
+                yield graph
         finally:
             self.capturing = None
         pool.tapes.append(tape)
+        pool.graphs.add(graph)
         self.tapes.append(tape)
 
     def use_rng_state(self, rng: RngState | None) -> None:
@@ -176,7 +189,7 @@ class Full(TapeMaker):
         self.left = graphs
 
     @contextmanager
-    def capture(self, pool: Pool, rng: Sequence[RngState]) -> Iterator[Tape]:
+    def capture(self, pool: Pool, rng: Sequence[RngState]) -> Iterator[Graph]:
         with super().capture(pool, rng) as captured:
             yield captured
         self.left -= 1

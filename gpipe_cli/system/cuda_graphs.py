@@ -65,6 +65,11 @@ class TorchGraphCapturer:
             # other threads, such as a thread that pins the next mini-batch, may call CUDA meanwhile
             with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph
+        except Exception:
+            # A capture that fails to begin or to end leaves the state of its generator in the capture, as of torch
+            # 2.14: no layer could draw random numbers any more.
+            self._default_state = self._default_state.clone_state()
+            raise
         finally:
             self._default.graphsafe_set_state(self._default_state)
 

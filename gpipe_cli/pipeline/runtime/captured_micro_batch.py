@@ -52,8 +52,8 @@ class CapturedMicroBatch:
     receives_grad: Sequence[bool]  # whether each output gets it: not if nothing uses the output
     moments: BatchMoments  # of batch norms, written by the forward
     saved: StorageBytes  # what the forward keeps for the backward
-    gradients: Tensors = ()  # of the outputs that get them, read by `backward`
-    input_gradients: OptionalTensors = ()  # overwritten by the stage's next backward
+    gradients: Tensors  # of the outputs that get them, read by `backward`
+    input_gradients: OptionalTensors  # overwritten by the stage's next backward
     backward: CudaGraph | None = None  # B or I
     weights: CudaGraph | None = None  # W
     saved_for_w: tuple[StorageBytes, StorageBytes] | None = None  # in I: gradients that it keeps, and what W needs

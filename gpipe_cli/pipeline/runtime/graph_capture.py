@@ -104,11 +104,19 @@ class GraphCapture:
             real_moments = self._statistics.new_moments()
             expected = self._run_layers(inputs, seeds, real_moments, receives_grad, keeps=keeps, second_run=True)
 
-            # 2. Capture the forward.
-            pool = memory.pools.setdefault(index, self._capturer.new_pool())
+            # 2. Capture the forward. No buffer is made afterwards: if it replaced one, graphs would be dropped.
             requires_grad = [output.requires_grad for output in expected.outputs]
             receives_grad = receives_grad or requires_grad
             static_outputs = tuple(memory.buffer("outputs", place, like) for place, like in enumerate(expected.outputs))
+            gradients = tuple(
+                memory.buffer("gradients of outputs", place, static_outputs[place])
+                for place in compress(count(), receives_grad if keeps else ())
+            )
+            input_gradients = tuple(
+                None if gradient is None else memory.buffer("gradients of inputs", place, gradient)
+                for place, gradient in enumerate(expected.input_gradients)
+            )
+            pool = memory.pools.setdefault(index, self._capturer.new_pool())
             trained = [weight for name, weight in self._module.named_parameters() if name in expected.checksums]
             for parameter in trained:
                 parameter.grad = memory.gradients[parameter]
@@ -126,21 +134,13 @@ class GraphCapture:
                 copy_into(static_outputs, outputs)
             captured = CapturedMicroBatch(
                 key, index, memory, leaves, forward, static_outputs, requires_grad, receives_grad, moments, saved,
-                trained=trained if keeps else (),
+                gradients, input_gradients, trained=trained if keeps else (),
             )  # fmt: skip
 
             # 3. Capture the backward.
             if keeps:
                 roots = [get_gradient_edge(output) for output, gets in zip(outputs, receives_grad, strict=True) if gets]
                 del outputs
-                captured.gradients = tuple(
-                    memory.buffer("gradients of outputs", place, static_outputs[place])
-                    for place in compress(count(), receives_grad)
-                )
-                captured.input_gradients = tuple(
-                    None if gradient is None else memory.buffer("gradients of inputs", place, gradient)
-                    for place, gradient in enumerate(expected.input_gradients)
-                )
                 self._capture_backward(captured, pool, roots)
         return captured, expected
 

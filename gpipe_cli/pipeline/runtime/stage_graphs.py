@@ -25,7 +25,7 @@ reason: the device has no memory left, or the program keeps an autograd graph ov
 twice as many steps each time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 
 import torch
@@ -176,6 +176,10 @@ class StageCudaGraphs:
             for key, batches in self._captured.items()
         }
         self._captured = {key: batches for key, batches in remaining.items() if batches}
+        self._memory.keep_pools({captured.index for captured in self._all_captured()})
+
+    def _all_captured(self) -> Iterator[CapturedMicroBatch]:
+        return chain(chain.from_iterable(self._captured.values()), self._busy.values())
 
     def _try_capture(
         self, key: CaptureKey, inputs: Tensors, seeds: Seeds, *, verify: bool
@@ -212,7 +216,7 @@ class StageCudaGraphs:
             self.fallback_reason = f"layer {layer}: {reason}" if layer else reason
         self._next_try = self._step + 2**self._failures
         self._failures += 1
-        batches = [*chain.from_iterable(self._captured.values()), *self._busy.values()]
+        batches = [*self._all_captured()]
         self._memory.keep_only(
             {captured.index for captured in batches},
             set(chain.from_iterable(captured.trained for captured in batches)),

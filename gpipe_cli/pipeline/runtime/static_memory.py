@@ -89,6 +89,11 @@ class StaticMemory:
                 for parameter, value in before.items():
                     parameter.grad = parameter.grad if parameter.grad is None else parameter.grad.copy_(value)
 
+    def keep_pools(self, indices: Collection[int]) -> None:
+        """Give up all but the pools of `indices`. A pool ends with the last of its graphs: torch's allocator takes no
+        graph into it any more."""
+        self.pools = {index: pool for index, pool in self.pools.items() if index in indices}
+
     def keep_only(
         self,
         indices: Collection[int],
@@ -96,7 +101,7 @@ class StaticMemory:
         is_used: Callable[[torch.UntypedStorage], bool],
     ) -> None:
         """Free all but the pools of `indices`, the gradients of `parameters`, and buffers that are used."""
-        self.pools = {index: pool for index, pool in self.pools.items() if index in indices}
+        self.keep_pools(indices)
         self.gradients = {parameter: static for parameter, static in self.gradients.items() if parameter in parameters}
         self._buffers = {at: storage for at, storage in self._buffers.items() if is_used(storage)}
 
