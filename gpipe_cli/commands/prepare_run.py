@@ -12,7 +12,7 @@ from gpipe_cli.distributed.torchrun_env import Torchrun
 from gpipe_cli.errors import InvalidSettingError, format_value
 from gpipe_cli.models.preprocessing import Preprocessing
 from gpipe_cli.planner.auto_settings import choose
-from gpipe_cli.planner.data_sheet import computes_on_gpu
+from gpipe_cli.planner.data_sheet import computes_on_gpu, number_of_gpus
 from gpipe_cli.planner.model_profile import ModelProfile, check_single_samples, number_of_layers, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, spec_from_plan
 from gpipe_cli.planner.plan import Choice, Plan
@@ -91,7 +91,7 @@ def _with_memory_format(config: TrainConfig) -> TrainConfig:
 def check_feasible(config: TrainConfig, auto: Collection[str] = (), torchrun: Torchrun | None = None) -> None:
     """Raises InputError, before layers are traced and timed, for missing devices and for a number of stages that the
     devices or the layers do not allow; `auto` and `torchrun`: as of `prepare`."""
-    if config.graphs is True and not computes_on_gpu(config):
+    if config.graphs is True and not (computes_on_gpu(config) or number_of_gpus(config)):
         why = "only a GPU replays graphs, and the layers compute on the CPU; use graphs=auto"
         raise InvalidSettingError("graphs", True, why)
     phase("building the model")

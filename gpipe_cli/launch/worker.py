@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import traceback
+import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -151,6 +152,8 @@ def _set_up_compiler() -> None:
 
 
 def _set_up_gpu(precision: str, deterministic: bool) -> None:
+    # autograd's threads open the device's context in the first product of a backward
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     # micro-batches of two sizes fragment memory; torch reads this variable at the first allocation on a GPU
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name, which has lower priority
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

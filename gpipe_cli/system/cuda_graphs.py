@@ -3,6 +3,7 @@
 torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14 none for CUDA.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -49,7 +50,8 @@ class TorchGraphCapturer:
     @contextmanager
     def forbid_sync(self) -> Iterator[None]:
         before = self._cuda.get_sync_debug_mode()
-        self._cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # a warning that not every such operation is found
+            self._cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -12,7 +12,7 @@ tiny.
 
 A machine without a network gets the wheels that images with PyTorch lack, made in the root of a checkout:
 
-    pip wheel -q --no-deps -w kit . hydra-core 'omegaconf<2.4' antlr4-python3-runtime==4.9.3 Babel torchgpipe==0.0.7
+    pip wheel -q --no-deps -w kit . hydra-core 'omegaconf<2.4' antlr4-python3-runtime==4.9.3 Babel timm torchgpipe
 
 and there, in the root of the same checkout:
 
@@ -222,7 +222,7 @@ def lines(part: str, device: str) -> Iterator[list[str]]:
                 yield [*check, "partitions=2", "executor=in_process"]
                 if precision == "float32" and device != "cpu":  # every stage must be recorded
                     yield [*train, "graphs=true", "max_steps=4", "logger=[]"]
-            if part == "memory" and precision == "float32" and model != "timm":
+            if part == "memory" and several and precision == "float32" and model != "timm":
                 for graphs in ("auto", "false"):
                     yield [*train, "replicas=2", "partitions=1", f"graphs={graphs}", "max_steps=4", "logger=[]"]
             if part == "layers":
