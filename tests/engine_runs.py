@@ -341,6 +341,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     executor.drain_sends()
     for stage in stages.values():
         if stage.cuda_graphs is not None:
+            assert not stage.cuda_graphs._failures, stage.cuda_graphs.fallback_reason
             assert not stage.cuda_graphs.fallback_reason, stage.cuda_graphs.fallback_reason
             assert stage.cuda_graphs.captures, "nothing was replayed"
     return results

@@ -87,6 +87,14 @@ def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_graphs_for_an_output_without_gradient_are_captured_once_more(schedule: str) -> None:
+    """The last layer drops an output of the layer before, which a cut between them shows in the first backward: the
+    graphs of all micro-batches in flight are dropped. A GPU once took no new ones into their pools."""
+    case = Case(schedule=schedule, partitions=4, recompute="never", graphs=True)
+    assert_same_tensors(run_in_process(case), whole(schedule=summed_as(schedule)))
+
+
 LINKED_CASES = covering(
     model=("tied", "skipping"),
     executor=("in_process", "distributed"),

@@ -116,7 +116,7 @@ class GraphCapture:
                 None if gradient is None else memory.buffer("gradients of inputs", place, gradient)
                 for place, gradient in enumerate(expected.input_gradients)
             )
-            pool = memory.pools.setdefault(index, self._capturer.new_pool())
+            pool = memory.pool(index, self._capturer.new_pool)
             trained = [weight for name, weight in self._module.named_parameters() if name in expected.checksums]
             for parameter in trained:
                 parameter.grad = memory.gradients[parameter]

@@ -59,7 +59,10 @@ class StageCudaGraphs:
         running_layer: Callable[[], str],
     ) -> None:
         self._module, self._device, self._running_layer = module, device, running_layer
-        self._memory = StaticMemory(lambda storage: self._drop(lambda captured: captured.uses(storage)))
+        self._memory = StaticMemory(
+            lambda storage: self._drop(lambda captured: captured.uses(storage)),
+            lambda index: any(captured.index == index for captured in self._all_captured()),
+        )
         self._capture = GraphCapture(module, device, capturer, statistics, compute, self._memory)
         self.capture_eagerly = False  # capture in the first step that could use graphs, and not in the second
         self.fallback_reason = ""  # why the stage is not replayed: the layer, and what is wrong with it
@@ -176,7 +179,6 @@ class StageCudaGraphs:
             for key, batches in self._captured.items()
         }
         self._captured = {key: batches for key, batches in remaining.items() if batches}
-        self._memory.keep_pools({captured.index for captured in self._all_captured()})
 
     def _all_captured(self) -> Iterator[CapturedMicroBatch]:
         return chain(chain.from_iterable(self._captured.values()), self._busy.values())

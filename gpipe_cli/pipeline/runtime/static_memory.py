@@ -23,11 +23,12 @@ class RngState(Protocol):
 
 
 class StaticMemory:
-    """The memory of a stage's graphs. `drop_users` drops the graphs that use a storage, before it is replaced."""
+    """The memory of a stage's graphs. `drop_users` drops the graphs that use a storage, before it is replaced;
+    `has_graphs` says whether a pool, given its index, has graphs that are not dropped."""
 
-    def __init__(self, drop_users: Callable[[torch.UntypedStorage], None]) -> None:
-        self._drop_users = drop_users
-        self.pools: dict[int, object] = {}  # index of a micro-batch in flight -> pool of all that its graphs allocate
+    def __init__(self, drop_users: Callable[[torch.UntypedStorage], None], has_graphs: Callable[[int], bool]) -> None:
+        self._drop_users, self._has_graphs = drop_users, has_graphs
+        self._pools: dict[int, object] = {}  # index of a micro-batch in flight -> pool of all that its graphs allocate
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.rng_states: dict[int, RngState] = {}  # place in the stage of a layer that draws random numbers -> state
         # (contents, place) -> memory for tensors of all shapes
@@ -37,6 +38,12 @@ class StaticMemory:
     def buffer_bytes(self) -> int:
         """The bytes held between steps, without the pools and the parameters' gradients."""
         return sum(storage.nbytes() for storage in self._buffers.values())
+
+    def pool(self, index: int, new_pool: Callable[[], object]) -> object:
+        """The pool of a micro-batch in flight. Once all graphs of a pool are dropped, the allocator takes no others."""
+        if index not in self._pools or not self._has_graphs(index):
+            self._pools[index] = new_pool()
+        return self._pools[index]
 
     def buffer(self, contents: str, place: int, like: torch.Tensor) -> torch.Tensor:
         """Memory for tensors of this shape and layout. If what is there is too small, it is replaced."""
@@ -89,11 +96,6 @@ class StaticMemory:
                 for parameter, value in before.items():
                     parameter.grad = parameter.grad if parameter.grad is None else parameter.grad.copy_(value)
 
-    def keep_pools(self, indices: Collection[int]) -> None:
-        """Give up all but the pools of `indices`. A pool ends with the last of its graphs: torch's allocator takes no
-        graph into it any more."""
-        self.pools = {index: pool for index, pool in self.pools.items() if index in indices}
-
     def keep_only(
         self,
         indices: Collection[int],
@@ -101,13 +103,13 @@ class StaticMemory:
         is_used: Callable[[torch.UntypedStorage], bool],
     ) -> None:
         """Free all but the pools of `indices`, the gradients of `parameters`, and buffers that are used."""
-        self.keep_pools(indices)
+        self._pools = {index: pool for index, pool in self._pools.items() if index in indices}
         self.gradients = {parameter: static for parameter, static in self.gradients.items() if parameter in parameters}
         self._buffers = {at: storage for at, storage in self._buffers.items() if is_used(storage)}
 
     def free(self) -> None:
         """Free all memory; no graph may be replayed afterwards."""
-        self.pools.clear()
+        self._pools.clear()
         self._buffers.clear()
         self.gradients.clear()
 
