@@ -3,9 +3,10 @@
 torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14 none for CUDA.
 """
 
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -63,17 +64,31 @@ class TorchGraphCapturer:
         for state in rng:
             graph.register_generator_state(state)
         self._default_state = self._default.graphsafe_get_state()
+        # with torch 2.11, a graph that the garbage collector frees during a capture ends the capture
+        collects = gc.isenabled()
+        gc.disable()
         try:
             # other threads, such as a thread that pins the next mini-batch, may call CUDA meanwhile
             with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph
         except Exception:
-            # A capture that fails to begin or to end leaves the state of its generator in the capture, as of torch
-            # 2.14: no layer could draw random numbers any more.
-            self._default_state = self._default_state.clone_state()
+            self._default.graphsafe_set_state(self._default_state)
+            self._end_capture_of_rng_states(rng)
             raise
         finally:
             self._default.graphsafe_set_state(self._default_state)
+            if collects:
+                gc.enable()
+
+    def _end_capture_of_rng_states(self, rng: Sequence[torch.Generator]) -> None:
+        """After a capture that failed to begin or to end: torch 2.11 leaves its random states, and the default state,
+        in the capture, so that neither layers nor graphs could draw any more. An empty capture ends it."""
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):
+            empty = self._cuda.CUDAGraph()
+            for state in rng:
+                empty.register_generator_state(state)
+            with self._cuda.graph(empty, stream=self._stream, capture_error_mode="thread_local"):
+                pass
 
     def use_rng_state(self, rng: torch.Generator | None) -> None:
         self._default.graphsafe_set_state(self._default_state if rng is None else rng)
