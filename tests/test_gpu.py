@@ -176,7 +176,10 @@ def test_no_step_waits_for_the_device(graphs: str, tmp_path: Path, monkeypatch: 
     assert len(of_type(train_here(config, tmp_path), StepDone)) > 2
 
 
-def test_layers_are_timed_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("machine_is_not_timed", [None], ids=["timed"])  # instead of the fixture of all tests
+def test_layers_are_timed_once_for_each_precision(
+    machine_is_not_timed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines: list[str] = []
     for precision in ("float32", "bfloat16", "bfloat16"):
