@@ -3,7 +3,7 @@
     python recipes/measurements/gpu_kit.py [--parts engine,peers,layers,memory,check,tests] [--minutes 8] [--folder F]
 
 `engine` has programs in which CUDA graphs may go wrong, `peers` runs gpipe check against=torchgpipe, which times plain
-PyTorch, too, in the sizes of torchgpipe's benchmarks, with graphs and in float32 without, `layers` writes the times of
+PyTorch, too, in the sizes of torchgpipe's benchmarks, with graphs and in tf32 without, `layers` writes the times of
 the layers of these models to F/layers, `memory` compares peaks of two replicas with what was planned, `check` runs
 gpipe check of four models in two precisions and trainings that must use graphs, and `tests` runs pytest -m gpu. Every
 row is a process that is killed after --seconds, and none begins when --minutes have passed. The table F/gpu_kit.md is
@@ -214,7 +214,7 @@ def lines(part: str, device: str) -> Iterator[list[str]]:
     models = CHECKED if part in ("check", "memory") or device == "cpu" else PEERS
     several = torch.cuda.device_count() > 1 or device == "cpu"
     for model, settings in models.items():
-        for precision in ("float32", "bfloat16"):
+        for precision in ("tf32" if part == "peers" else "float32", "bfloat16"):  # torch's own for convolutions is tf32
             line = [f"model={model}", *settings.split(), f"precision={precision}", f"device={device}",
                     "micro_batches=4", "threads=1", "data_workers=0"]  # fmt: skip
             check, train = [*GPIPE, "check", *line, "hardware=cpu"], [*GPIPE, "train", *line, "hardware=cpu"]
@@ -228,7 +228,7 @@ def lines(part: str, device: str) -> Iterator[list[str]]:
             if part == "layers":
                 yield [*GPIPE, "plan", *line, "partitions=1", "cost=reprofile"]
             if part == "peers":
-                for graphs in ("auto", "false") if precision == "float32" else ("auto",):
+                for graphs in ("auto", "false") if precision == "tf32" else ("auto",):
                     yield [*check, "against=torchgpipe", "partitions=1", f"graphs={graphs}"]
                     if several:
                         yield [*check, "against=torch", "partitions=2", f"graphs={graphs}"]
