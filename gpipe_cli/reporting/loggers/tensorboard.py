@@ -37,7 +37,7 @@ _WHOLE = 10  # the most digits of a setting before the decimal point
 # final status that it reads. So both have separate files, which a run resumed in its own folder replaces.
 _PREFIX = "events.out.tfevents"
 _SETTINGS, _END = f"{_PREFIX}.0000000000.settings", f"{_PREFIX}.9999999999.end"
-_file_numbers = count()  # tells apart the event files that this process creates in one second
+_file_numbers = count()  # order of the event files that this process creates in one second
 
 
 class Logger:
@@ -98,7 +98,7 @@ class EventFile:
         """``first_step``: the next step; from it on, readers drop older events, which a resumed run repeats."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        name = f"{_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
+        name = f"{_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):04}"
         self._path = folder / name
         start = Event(session_log=SessionLog(status=SessionLog.START), step=first_step)
         self._waiting = bytearray(encode_event(_version()) + encode_event(start))

@@ -2,6 +2,8 @@
 
 import math
 import resource
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from reporting_runs import (
 from tensorboard.plugins.hparams import api_pb2, metadata
 from torch.utils.tensorboard.summary import scalar
 
+from gpipe_cli.reporting.loggers import tensorboard
 from gpipe_cli.reporting.loggers.logger import hyperparameters
 from gpipe_cli.reporting.loggers.tensorboard import EventFile
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
@@ -183,3 +186,11 @@ def test_events_that_cannot_be_written_are_written_later(tmp_path: Path) -> None
     file.add(scalar("loss", 2.0), 51)
     file.flush()
     assert curve(tmp_path, "loss") == [*((n, 1.0) for n in range(1, 51)), (51, 2.0)]
+
+
+def test_event_files_of_one_second_are_read_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader once found the tenth file of a process before the ninth, and dropped what the tenth had continued."""
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    monkeypatch.setattr(tensorboard, "_file_numbers", count(9))
+    files = [EventFile(tmp_path, first_step)._path for first_step in (1, 5)]
+    assert files == sorted(files)
