@@ -12,9 +12,10 @@ from rich.console import Console
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare_run import check_feasible, prepare
+from gpipe_cli.commands.restart import prepare_restart
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, resume_or_restart
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig
 from gpipe_cli.distributed.rendezvous import Decision, broadcast_decision
 from gpipe_cli.distributed.torchrun_env import is_rank_zero, limit_waits, read_torchrun_env
 from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError, InvalidSettingError, error_text
@@ -22,22 +23,17 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Failure, Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
-from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
-from gpipe_cli.planner.process_layout import place_stages
 from gpipe_cli.reporting.run.lines import show_error, show_text
 from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.system.files import write_atomic
-from gpipe_cli.system.gpus import refresh_gpus
 from gpipe_cli.system.interrupts import STOP_SIGNALS, StopRequested
 from gpipe_cli.system.status_line import phase
 from gpipe_cli.training.checkpoint.files import (
     RUN_FOLDER_MISSING,
     find_checkpoint,
-    list_checkpoints,
     missing_best_checkpoint,
-    step_of,
 )
 from gpipe_cli.training.checkpoint.restore import (
     CheckpointCompatibility,
@@ -80,12 +76,10 @@ def launch(request: RunRequest, folder: Path, start: Start, *, may_exist: bool, 
             return ended
         lost, chosen = ended
         fork_server.kill()  # whatever state it is in
-        current, change = _shrink_to_remaining_gpus(resume_or_restart(chosen, folder))
-        step = step_of(list_checkpoints(folder)[-1]) if current.resume == str(folder) else 0
-        request = replace(request, config=current, auto=(), saved=chosen if step else request.saved)
-        restarts = (*restarts, Restart(lost.text, step, current.partitions))
-        how = f"goes on after step {step:,}" if step else "begins again"
-        show_text(Console(), f"restart {len(restarts)} of {current.max_restarts}: {lost.text}; {how}{change}", "yellow")
+        request, restart, how = prepare_restart(request, lost, chosen, folder)
+        restarts = (*restarts, restart)
+        text = f"restart {len(restarts)} of {config.max_restarts}: {lost.text}; {how}"
+        show_text(Console(), text, "yellow")
 
 
 def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
@@ -164,28 +158,6 @@ def _train(
         show.break_off()
         return ended, training
     return _report_failure(ended, show, folder)
-
-
-def _shrink_to_remaining_gpus(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """The configuration with as many partitions per GPU as before on the GPUs left, if these are fewer than it used,
-    and a phrase about the change."""
-    before = number_of_gpus(config)
-    if before == 0:
-        return config, ""
-    layout = place_stages(config, before, config.threads, None)  # no torchrun: it itself starts processes again
-    used = len({device for devices in layout.replica_devices for device in devices})
-    refresh_gpus()
-    left = number_of_gpus(config)
-    if left == 0 or left >= used:  # 0: the CPU is taken
-        return config, ""
-    fewer = replace(
-        config,
-        partitions=max(1, config.partitions * left // used),
-        stages_per_process=None,
-        placement=None,
-        partition=replace(config.partition, balance=None),
-    )
-    return fewer, f", with partitions={fewer.partitions}, as {left} of {before} GPUs are left"
 
 
 def find_source(request: RunRequest) -> Path | None:

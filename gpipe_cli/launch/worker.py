@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import traceback
-import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -25,7 +24,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.schedule import Action, Kind
-from gpipe_cli.system.accelerator import use_device
+from gpipe_cli.system.accelerator import configure_libraries, use_device
 from gpipe_cli.training.checkpoint.files import CheckpointError
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError
@@ -134,7 +133,7 @@ def _set_up(spec: PipelineSpec) -> None:
     if spec.compile:
         _set_up_compiler()
     if set(spec.layout.devices) != {"cpu"}:
-        _set_up_gpu(spec.precision, spec.deterministic)
+        configure_libraries(spec.precision, deterministic=spec.deterministic)
 
 
 def _set_up_compiler() -> None:
@@ -149,30 +148,6 @@ def _set_up_compiler() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 os.environ[key] = str(folder)
-
-
-def _set_up_gpu(precision: str, deterministic: bool) -> None:
-    # autograd's threads open the device's context in the first product of a backward
-    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-    # micro-batches of two sizes fragment memory; torch reads this variable at the first allocation on a GPU
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name, which has lower priority
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # torch's older settings: once the newer ones are set, reading the older raises, and Inductor reads them
-    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-    torch.backends.cudnn.allow_tf32 = precision != "float32"
-    # bitwise reproducible: no algorithm that is chosen by timing, or that sums in the order in which threads finish
-    torch.backends.cudnn.benchmark = not deterministic
-    torch.backends.cudnn.deterministic = deterministic
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    # no code here reads uninitialized memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # defined at run time
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # fused attention kernels sum their backward in the order in which threads finish (flash too, while torch only
-    # warns); without them the attention weights of all pairs of positions are in memory together
-    torch.backends.cuda.enable_flash_sdp(not deterministic)
-    torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
-    torch.backends.cuda.enable_cudnn_sdp(not deterministic)
 
 
 def keep_freed_memory() -> None:

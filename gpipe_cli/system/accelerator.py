@@ -1,9 +1,11 @@
 """All uses of an accelerator, by torch's names for any kind: streams, events, copies, seeds, memory, names.
 
 These are NVIDIA's GPUs, and AMD's with torch's build for ROCm, which gives them the same type. Another kind needs its
-type in DEVICE_TYPE, and settings for its libraries in `launch/worker.py`.
+type in DEVICE_TYPE, and settings for its libraries in `configure_libraries`.
 """
 
+import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,6 +24,31 @@ def torch_supports_accelerator() -> bool:
     """Whether this torch has code for the accelerator, which need not be here. Opens no context."""
     built = torch.accelerator.current_accelerator()
     return built is not None and built.type == DEVICE_TYPE
+
+
+def configure_libraries(precision: str, *, deterministic: bool) -> None:
+    """Set how CUDA's libraries compute in this process: in which precision, and whether bitwise reproducibly."""
+    # autograd's threads open the device's context in the first product of a backward
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
+    # micro-batches of two sizes fragment memory; torch reads this variable at the first allocation on a GPU
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name, which has lower priority
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # torch's older settings: once the newer ones are set, reading the older raises, and Inductor reads them
+    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "float32"
+    # bitwise reproducible: no algorithm that is chosen by timing, or that sums in the order in which threads finish
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.deterministic = deterministic
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # no code here reads uninitialized memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # defined at run time
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # fused attention kernels sum their backward in the order in which threads finish (flash too, while torch only
+    # warns); without them the attention weights of all pairs of positions are in memory together
+    torch.backends.cuda.enable_flash_sdp(not deterministic)
+    torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
+    torch.backends.cuda.enable_cudnn_sdp(not deterministic)
 
 
 def number_of_devices() -> int:

@@ -13,7 +13,7 @@ from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
-from gpipe_cli.models.amoebanet import set_progress
+from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize

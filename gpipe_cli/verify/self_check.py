@@ -27,7 +27,7 @@ from gpipe_cli.data.loading import PrefetchedBatches, batch_requests
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import BlockedOn
 from gpipe_cli.errors import describe_error
-from gpipe_cli.models.amoebanet import set_progress
+from gpipe_cli.models.drop_path import set_progress
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import find_tracking_norms
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError

@@ -18,9 +18,7 @@ from gpipe_cli.models.amoebanet import (
     CellGenotype,
     Classifier,
     FeatureMap,
-    ScheduledDropPath,
     Variant,
-    set_progress,
 )
 from gpipe_cli.models.amoebanet_ops import (
     Convolution,
@@ -30,6 +28,7 @@ from gpipe_cli.models.amoebanet_ops import (
     SameConvolution,
     make_operation,
 )
+from gpipe_cli.models.drop_path import ScheduledDropPath, set_progress
 
 # --- operations
 

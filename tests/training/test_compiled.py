@@ -10,7 +10,7 @@ from training_runs import TINY, assert_same_tensors, command, configure, final_t
 
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.models.amoebanet import ScheduledDropPath
+from gpipe_cli.models.drop_path import ScheduledDropPath
 from gpipe_cli.pipeline.runtime.compilation import CompileCounts
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.results.files import read_result

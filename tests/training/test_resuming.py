@@ -26,7 +26,7 @@ from training_runs import (
     workers_of,
 )
 
-from gpipe_cli.commands import training_run
+from gpipe_cli.commands import restart
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import RESULT_FILE, read_result, write_result
@@ -299,15 +299,15 @@ def test_a_run_goes_on_in_its_folder_and_in_another_one_only_where_that_is_named
 
 def test_fewer_gpus_have_fewer_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter([4, 3, 4, 4, 4, 0, 8, 7, 8, 7])
-    monkeypatch.setattr(training_run, "number_of_gpus", lambda config: next(left))
+    monkeypatch.setattr(restart, "number_of_gpus", lambda config: next(left))
     config: TrainConfig = configure(*TINY, "partitions=6", "partition.balance=[1,1,1,1,1,2]")
-    fewer, why = training_run._shrink_to_remaining_gpus(config)
+    fewer, why = restart._shrink_to_remaining_gpus(config)
     assert (fewer.partitions, fewer.partition.balance) == (4, None)
     assert "partitions=4" in why
-    assert training_run._shrink_to_remaining_gpus(config) == (config, "")
-    assert training_run._shrink_to_remaining_gpus(config) == (config, "")
+    assert restart._shrink_to_remaining_gpus(config) == (config, "")
+    assert restart._shrink_to_remaining_gpus(config) == (config, "")
     # a run of two of eight GPUs became one of a single stage when any of the eight was lost
     config = configure(*TINY, "partitions=2")
-    assert training_run._shrink_to_remaining_gpus(config) == (config, "")
-    fewer, why = training_run._shrink_to_remaining_gpus(configure(*TINY, "partitions=4", "replicas=2"))
+    assert restart._shrink_to_remaining_gpus(config) == (config, "")
+    fewer, why = restart._shrink_to_remaining_gpus(configure(*TINY, "partitions=4", "replicas=2"))
     assert (fewer.partitions, fewer.replicas, "7 of 8 GPUs" in why) == (3, 2, True)
