@@ -79,6 +79,10 @@ class CommandLine:
         return any(self.options[name] for name in names)
 
     @property
+    def is_sweep(self) -> bool:
+        return self.options["multirun"] and not self.only_prints
+
+    @property
     def unswept(self) -> tuple[str, ...]:
         """The settings, as typed, that all runs of a sweep share."""
         return tuple(str(setting.input_line) for setting in self.parsed if not setting.is_sweep_override())

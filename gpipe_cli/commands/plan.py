@@ -22,7 +22,7 @@ from gpipe_cli.commands.compose_config import (
 )
 from gpipe_cli.commands.folders import check_writable, run_folder
 from gpipe_cli.commands.split_arguments import split_arguments
-from gpipe_cli.commands.sweep import describe_differences
+from gpipe_cli.commands.sweep_plan import describe_differences
 from gpipe_cli.config.pipeline_settings import SCHEDULE_FILE
 from gpipe_cli.config.settings import PlanSettings, TrainConfig
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         dict.fromkeys(("resume", "dry_run", "quiet"), "a plan runs nothing, and is what is shown; remove it")
     )
     check_not_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
-    if line.options["multirun"] and not line.only_prints:
+    if line.is_sweep:
         return _sweep(line, form)
     cfg = compose(line, TRAINING_KEYS)
     if cfg is None:
