@@ -117,10 +117,11 @@ def parse_command_line(command: str, arguments: Sequence[str], sweep_alternative
             if not Path(options[key]).is_dir():
                 raise InputError(f"{flag} {folder}: no such folder; give the one with your configurations")
     overrides = options.pop("overrides")
-    for old, new in zip(overrides, map(update_argument, overrides), strict=True):
+    updated = [update_argument(argument, command) for argument in overrides]
+    for old, new in zip(overrides, updated, strict=True):
         if old != new:
             sys.stderr.write(f"gpipe {command}: {old} is {new} today\n")
-    typed = tuple(_quote_path(update_argument(argument)) for argument in overrides)
+    typed = tuple(map(_quote_path, updated))
     try:
         parsed = parse_settings(typed)
         for setting in parsed:

@@ -247,7 +247,7 @@ def _check_same_request(folder: Path, request: dict[str, Any]) -> None:
     if not (folder / REQUEST_FILE).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
     before = update_words(read_result(folder, REQUEST_FILE))
-    before |= {"settings": [*map(update_argument, before.get("settings", []))]}
+    before |= {"settings": [update_argument(setting, "reproduce") for setting in before.get("settings", [])]}
     if before != request:
         has = " ".join([f"scale={before.get('scale')}", *before["settings"]])
         raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")

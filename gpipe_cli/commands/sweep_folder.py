@@ -41,10 +41,11 @@ class SweepFolder:
         """The sweep in `path`. Raises InputError if it cannot be read."""
         saved = read_result(path, SWEEP_FILE)
         try:
-            sweep = cls(saved["command"], [update_argument(str(argument)) for argument in saved["arguments"]], path)
+            command = saved["command"]
+            sweep = cls(command, [update_argument(str(argument), command) for argument in saved["arguments"]], path)
             for values in saved["runs"]:
                 run = Run(**{key: values[key] for key in _RECORDED})
-                name = ",".join(map(update_argument, run.name.split(",")))
+                name = ",".join(update_argument(setting, command) for setting in run.name.split(","))
                 sweep.runs[run.key] = replace(run, name=name)
                 if run.folder and (run.folder == ".." or run.folder != Path(run.folder).name):
                     raise TypeError(f"{run.folder} is not a folder in it")
