@@ -7,7 +7,6 @@ part of the recipes' README.
 
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -73,11 +72,6 @@ REQUEST_FILE = "asked.json"  # a file with the scale and the settings of all rec
 
 
 def main(arguments: Sequence[str]) -> int:
-    if any(argument in ("-h", "--help") for argument in arguments):
-        sys.stdout.write(HELP)
-        return 0
-    if arguments[:1] == ["-sc"]:  # no completion: Hydra completes settings, and not the names of recipes
-        return 0
     folder = RECIPES_DIR
     if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
         folder = find_config_dir(arguments[1])
