@@ -44,7 +44,7 @@ class SweepFolder:
             command = saved["command"]
             sweep = cls(command, [update_argument(str(argument), command) for argument in saved["arguments"]], path)
             for values in saved["runs"]:
-                run = Run(**{key: values[key] for key in _RECORDED})
+                run = Run(**{key: value for key, value in values.items() if key in _RECORDED})
                 name = ",".join(update_argument(setting, command) for setting in run.name.split(","))
                 sweep.runs[run.key] = replace(run, name=name)
                 if run.folder and (run.folder == ".." or run.folder != Path(run.folder).name):
