@@ -18,7 +18,7 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import find_config_dir, parse_command_line
 from gpipe_cli.commands.command_runner import import_torch
 from gpipe_cli.commands.folders import lock_folder
-from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, check_known
+from gpipe_cli.commands.recipe_run import ReproduceSettings, check_known, choose_scale, reproduce
 from gpipe_cli.config.old_words import update_argument, update_words
 from gpipe_cli.config.schema import parse_config
 from gpipe_cli.config.settings import key_of
@@ -33,7 +33,6 @@ from gpipe_cli.reproduction.recipe import Recipe, read_recipe, recipe_names
 from gpipe_cli.reproduction.runner import LOG, RECIPES_DIR, CommandFailedError, keep_last
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.files import contents, read_text, write_atomic
-from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.units import duration
 
 HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers next to ours.
@@ -124,8 +123,7 @@ def _new_folder(recipe_settings: ReproduceSettings, name: str) -> Path:
 def _reproduce_one(recipe: Recipe, recipe_settings: ReproduceSettings, given: tuple[str, ...]) -> int:
     console = Console()
     import_torch()
-    machine = Machine(console, usable_gpus())
-    scale, why = machine.scale(recipe, recipe_settings, given)
+    scale, why = choose_scale(recipe, recipe_settings, given)
     with lock_folder(_new_folder(recipe_settings, recipe.name), f"output={recipe_settings.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{scale}: {why}"), ("folder", str(folder))]
@@ -134,7 +132,7 @@ def _reproduce_one(recipe: Recipe, recipe_settings: ReproduceSettings, given: tu
             facts.append(("takes", f"{recipe.small.duration} on 2 CPU cores{without}"))
         print_fields(console, facts)
         try:
-            reproduction = machine.reproduce(recipe, recipe_settings, given, folder)
+            reproduction = reproduce(recipe, recipe_settings, given, folder, console)
         except KeyboardInterrupt:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
             raise
@@ -169,7 +167,6 @@ def _reproduce_several(
     with lock_folder(*place, new=recipe_settings.run_folder is None) as folder:
         _check_same_request(folder, request)
         import_torch()
-        machine = Machine(console, usable_gpus())
         write_result(folder, request, REQUEST_FILE)
         settings = [setting for setting in (f"scale={recipe_settings.scale}", *given) if setting != "scale=auto"]
         continue_command = (
@@ -188,7 +185,7 @@ def _reproduce_several(
                 show_line(console, f"{which:<12} {recipe.name}: is done")
                 continue
             left = ""
-            if took or machine.scale(recipe, recipe_settings, given)[0] == "small":
+            if took or choose_scale(recipe, recipe_settings, given)[0] == "small":
                 todo = sum(
                     60 * waiting.small.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
                 )
@@ -198,7 +195,7 @@ def _reproduce_several(
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
             try:
                 _recreate_folder(below)
-                reproduction = machine.reproduce(recipe, recipe_settings, given, below)
+                reproduction = reproduce(recipe, recipe_settings, given, below, console)
                 write_reproduction(reproduction, below)
                 took += reproduction.seconds
                 stated += 60 * recipe.small.minutes
