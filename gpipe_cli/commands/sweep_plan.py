@@ -66,7 +66,7 @@ def plan_sweep(line: CommandLine, make_request: MakeRequest, resumed: SweepFolde
     composer = ConfigComposer(line, TRAINING_KEYS)
     whole = composer.compose_full(line.unswept)
     jobs = combinations(line, whole.hydra.sweeper.params)
-    requests = [_make_request(composer, job, make_request) for job in jobs]
+    requests = [_request_or_error(composer, job, make_request) for job in jobs]
     targets = _targets(requests)
     if resumed is not None:
         requests = [_with_target(request, resumed, targets) for request in requests]
@@ -85,7 +85,9 @@ def plan_sweep(line: CommandLine, make_request: MakeRequest, resumed: SweepFolde
     return SweepPlan(Path(whole.hydra.sweep.dir), tuple(cells), rounds, baseline, targets)
 
 
-def _make_request(composer: ConfigComposer, job: Sequence[str], make_request: MakeRequest) -> RunRequest | InputError:
+def _request_or_error(
+    composer: ConfigComposer, job: Sequence[str], make_request: MakeRequest
+) -> RunRequest | InputError:
     try:
         return make_request(composer.compose(job), setting_values(job))
     except InputError as error:
