@@ -138,9 +138,8 @@ def measured_run(number: int, turn: int, speed: float, **changes: Any) -> Run:
         hardware={"threads_per_process": 1},
         config={"partitions": number, "micro_batches": 4, "model": {"filters": 4}, "output": "outputs"},
     )  # fmt: skip
-    return Run(
-        f"partitions={number}", Path("x"), 0, 1.0, replace(result, **changes), number, turn, {"partitions": number}
-    )
+    settings = {"partitions": number}
+    return Run(number, turn, f"partitions={number}", "x", 0, 1.0, "", settings, replace(result, **changes))
 
 
 def test_rounds_are_compared_within_themselves() -> None:

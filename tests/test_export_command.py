@@ -17,7 +17,6 @@ from training_runs import NAMED, TINY, assert_same_tensors, command, configure, 
 from gpipe_cli import load
 from gpipe_cli.commands.command_runner import run_command
 from gpipe_cli.commands.export_run import _ExportReport
-from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint.files import list_checkpoints, select
 from gpipe_cli.training.checkpoint.whole_model import whole_model
@@ -157,9 +156,8 @@ def test_onnx_computes_what_the_checkpoint_does(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_a_file_with_other_results_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ExportConfig("run", "best", "torch", None, False, None, True, "outputs", configure(*TINY))
     for loss, code in ((2.0001, 0), (2.1, 1)):
-        report = _ExportReport(config, Path("step_1"), Path("model.pt"))
+        report = _ExportReport(configure(*TINY), Path("step_1"), Path("model.pt"))
         report.on_message(ModelWritten(1, "1 tensor", "torch.load('model.pt')"))
         report.on_message(EvaluationDone(1, Scores(None, 2.0, 0.5, 1.0, True), 1.0, None, None))
         report.on_message(FileEvaluated(Scores(None, loss, 0.5, 1.0, True), "PyTorch"))

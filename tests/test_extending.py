@@ -50,7 +50,7 @@ def rows(partitions, micro_batches, devices):
 """,
 }
 LINES = {
-    "config/groups.py": ("IMAGE_DATASETS = {\n", '    "stripes": ImageDatasetOptions(root=False),\n'),
+    "config/groups.py": ("IMAGE_DATASETS = {\n", '    "stripes": DatasetOptions(root=False),\n'),
     "conf/train.yaml": ("schedule: gpipe             # ", "first_first: which a test has added | "),
     "schedule/named_schedules.py": ("ORDERS = {\n", '    "first_first": Order(),\n'),
 }

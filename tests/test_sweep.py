@@ -14,10 +14,11 @@ from gpipe_cli.commands import folders
 from gpipe_cli.commands.command_line import parse_command_line
 from gpipe_cli.commands.command_runner import CommandResult, fork_command, wait_for
 from gpipe_cli.commands.compose_config import combinations
-from gpipe_cli.commands.sweep import Sweep, describe_differences, make_sweep, unused_folder
-from gpipe_cli.commands.sweep_folder import SWEEP_FILE, Attempt, SweepFolder
-from gpipe_cli.commands.train import make_request
+from gpipe_cli.commands.sweep import find_sweep
+from gpipe_cli.commands.sweep_folder import SWEEP_FILE, SweepFolder
+from gpipe_cli.commands.sweep_plan import describe_differences
 from gpipe_cli.errors import InputError, NothingFitsError
+from gpipe_cli.reporting.tables.sweep import Run
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.metrics import METRICS
 from gpipe_cli.system.source_code import commit_of
@@ -54,13 +55,14 @@ def test_a_sweep_is_a_product_in_which_the_last_setting_varies_fastest() -> None
 
 
 def test_folders_are_new_and_safe(tmp_path: Path) -> None:
-    first = unused_folder(tmp_path, "partition.balance=[4,8],dataset.root='/a b/../c'")
+    unused_folder = SweepFolder("train", [], tmp_path).unused_folder
+    first = unused_folder("partition.balance=[4,8],dataset.root='/a b/../c'")
     assert first == tmp_path / "partition.balance=[4,8],dataset.root=_a_b_.._c"
     first.mkdir()
-    assert unused_folder(tmp_path, "partition.balance=[4,8],dataset.root=/a b/../c") == tmp_path / f"{first.name}-2"
-    assert unused_folder(tmp_path, "..").parent == tmp_path
-    assert unused_folder(tmp_path, "..").name == "run"
-    assert len(unused_folder(tmp_path, "x" * 1000).name) <= 255
+    assert unused_folder("partition.balance=[4,8],dataset.root=/a b/../c") == tmp_path / f"{first.name}-2"
+    assert unused_folder("..").parent == tmp_path
+    assert unused_folder("..").name == "run"
+    assert len(unused_folder("x" * 1000).name) <= 255
 
 
 def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -201,11 +203,6 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert (begun["code"]["model"], gone_on["command"]) == (commit_of(TARGET), f"gpipe {rest}")
 
 
-def sweep(arguments: str) -> Sweep | None:
-    name, *given = arguments.split()
-    return make_sweep(parse_command_line(name, given), given, make_request)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text", "line"),
     [
@@ -217,8 +214,9 @@ def sweep(arguments: str) -> Sweep | None:
 def test_a_sweep_that_cannot_go_on_or_a_folder_without_effect_is_refused(arguments: str, text: str, line: str) -> None:
     Path("sweep").mkdir()
     Path("sweep", SWEEP_FILE).write_text(text or '{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
+    name, *given = arguments.split()
     with pytest.raises(InputError, match=re.escape(line)):
-        sweep(arguments)
+        find_sweep(parse_command_line(name, given))
     assert [path.name for path in Path("sweep").iterdir()] == [SWEEP_FILE]
 
 
@@ -226,33 +224,35 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     """Two that went on with one sweep measured everything twice, at the same time."""
     monkeypatch.setattr(folders, "RUN_EXIT_TIMEOUT_SECONDS", 0)
     path = tmp_path / "12-00-00_sweep"
-    first = SweepFolder("bench", ["-m"])
-    assert first.lock(path) == path
-    assert SweepFolder("bench", ["-m"]).lock(path) == tmp_path / "12-00-00_sweep-2", "another of the same second"
-    resumed = SweepFolder("bench", ["-m"], path)
-    with pytest.raises(InputError, match=r"12-00-00_sweep: process .* is using this folder; wait"):
-        resumed.lock(path)
-    first.release()
+    first, second, resumed = (SweepFolder("bench", ["-m"], path) for _ in range(3))
+    with first.lock(resumes=False):
+        assert first.path == path
+        with second.lock(resumes=False):
+            assert second.path == tmp_path / "12-00-00_sweep-2", "another of the same second"
+        used = r"12-00-00_sweep: process .* is using this folder; wait"
+        with pytest.raises(InputError, match=used), resumed.lock(resumes=True):
+            pass
     path.mkdir(exist_ok=True)
-    assert resumed.lock(path) == path
-    resumed.release()
+    with resumed.lock(resumes=True):
+        assert resumed.path == path
 
-    path.mkdir(exist_ok=True)
     (path / SWEEP_FILE).write_text("{}")
-    typed = SweepFolder("train", ["-m", "seed=1,2", f"hydra.sweep.dir={path}"])
-    with pytest.raises(InputError, match=r"hydra\.sweep\.dir=.*: a sweep is there already; resume it with resume="):
-        typed.lock(path)
+    typed = SweepFolder("train", ["-m", "seed=1,2", f"hydra.sweep.dir={path}"], path)
+    there = r"hydra\.sweep\.dir=.*: a sweep is there already; resume it with resume="
+    with pytest.raises(InputError, match=there), typed.lock(resumes=False):
+        pass
     assert [file.name for file in path.iterdir()] == [SWEEP_FILE]
 
 
 def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> None:
-    ours = SweepFolder("train", ["-m"])
-    path = ours.lock(tmp_path / "sweep")
+    path = tmp_path / "sweep"
+    path.mkdir()
+    ours = SweepFolder("train", ["-m"], path)
     ours.record()
     (tmp_path / "notes.txt").touch()
     (path / "refused").mkdir()  # there was never a run
     (path / "refused" / "notes.txt").touch()
-    ours.discard(Attempt(9, 1, "refused", "refused"))
+    ours.discard(Run(9, 1, "refused", "refused"))
     ends = {"killed": "running", "stopped": "interrupted", "wrong": "failed", "kept": "interrupted"}
     ends |= {"noted": "running", "linked": "running"}
     (tmp_path / "elsewhere").mkdir()
@@ -265,10 +265,9 @@ def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> N
             (path / name / "checkpoints" / "step_00000002").mkdir(parents=True)
         if name == "noted":
             (path / name / "notes.txt").touch()
-        attempt = Attempt(number, 1, name, name)
-        ours.discard(attempt)
-        ours.record(replace(attempt, folder=f"{name}-2"))
-    ours.release()
+        run = Run(number, 1, name, name)
+        ours.discard(run)
+        ours.record(replace(run, folder=f"{name}-2"))
     assert sorted(file.name for file in path.iterdir()) == ["kept", "linked", "noted", "refused", SWEEP_FILE, "wrong"]
     assert (tmp_path / "notes.txt").exists()
     assert (tmp_path / "elsewhere" / "config.yaml").exists()

@@ -1,6 +1,7 @@
 """`gpipe bench`: measures the speed of a configuration or, with -m, of several (the paper's Tables 2 and 3)."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -9,10 +10,11 @@ from gpipe_cli.commands.command_line import parse_command_line
 from gpipe_cli.commands.compose_config import TRAINING_KEYS, command_settings, compose, training_config
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import start_run
-from gpipe_cli.commands.sweep import Sweep, make_sweep
+from gpipe_cli.commands.sweep import find_sweep, run_sweep
+from gpipe_cli.commands.sweep_plan import SweepPlan
 from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.errors import InputError, InvalidSettingError
-from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, write_bench
+from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
 
 # Settings that `gpipe bench` refuses, with the reason and the remedy.
 UNSUPPORTED = {
@@ -27,18 +29,15 @@ UNSUPPORTED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    line = parse_command_line("bench", arguments)
-    sweep = make_sweep(line, arguments, _make_request)
-    line = line if sweep is None else sweep.line
+    line, sweep = find_sweep(parse_command_line("bench", arguments))
     line.check_allowed(UNSUPPORTED)
     if "rounds" in line.swept:
         raise InvalidSettingError(
             "rounds", line.overrides["rounds"], "all rows of a table have the same; give one number"
         )
-    if sweep is not None:
-        sweep.run(line, lambda: _show(sweep))
-        statuses = {bench_status(run) for run in sweep.runs}
-        return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
+    if line.is_sweep:
+        statuses = {bench_status(run) for run in run_sweep(line, arguments, sweep, _make_request, _show)}
+        return 1 if "failed" in statuses or "measured" not in statuses else 0
     if (cfg := compose(line, TRAINING_KEYS)) is None:
         return 0
     request = _make_request(cfg, line.overrides)
@@ -57,9 +56,9 @@ def _make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> RunReques
     return RunRequest(*training_config(cfg, overrides), settings)
 
 
-def _show(sweep: Sweep) -> None:
-    table = bench_table(sweep.runs, sweep.rounds, sweep.baseline)
+def _show(folder: Path, plan: SweepPlan, runs: Sequence[Run]) -> None:
+    table = bench_table(runs, plan.rounds, plan.baseline)
     try:
-        write_bench(sweep.path, table)
+        write_bench(folder, table)
     finally:  # show the table even if it cannot be written
-        show_bench(Console(), table, sweep.path)
+        show_bench(Console(), table, folder)

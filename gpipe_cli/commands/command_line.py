@@ -79,6 +79,10 @@ class CommandLine:
         return any(self.options[name] for name in names)
 
     @property
+    def is_sweep(self) -> bool:
+        return self.options["multirun"] and not self.only_prints
+
+    @property
     def unswept(self) -> tuple[str, ...]:
         """The settings, as typed, that all runs of a sweep share."""
         return tuple(str(setting.input_line) for setting in self.parsed if not setting.is_sweep_override())
@@ -113,10 +117,11 @@ def parse_command_line(command: str, arguments: Sequence[str], sweep_alternative
             if not Path(options[key]).is_dir():
                 raise InputError(f"{flag} {folder}: no such folder; give the one with your configurations")
     overrides = options.pop("overrides")
-    for old, new in zip(overrides, map(update_argument, overrides), strict=True):
+    updated = [update_argument(argument, command) for argument in overrides]
+    for old, new in zip(overrides, updated, strict=True):
         if old != new:
             sys.stderr.write(f"gpipe {command}: {old} is {new} today\n")
-    typed = tuple(_quote_path(update_argument(argument)) for argument in overrides)
+    typed = tuple(map(_quote_path, updated))
     try:
         parsed = parse_settings(typed)
         for setting in parsed:

@@ -80,7 +80,11 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     with phases() if is_rank_zero() else contextlib.nullcontext(), catch_interrupts():
         if name in HYDRA_COMMANDS and not any(argument.startswith("-") for argument in arguments):  # --help only prints
             phase("reading the settings")
-        exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
+        command = importlib.import_module(f"gpipe_cli.commands.{name}")
+        if name not in (*HYDRA_COMMANDS, "help") and {"-h", "--help"} & {*arguments}:
+            sys.stdout.write(command.HELP)
+            return 0
+        exit_code: int = command.main(arguments)
     return exit_code
 
 

@@ -39,11 +39,6 @@ Exit codes: 0 something could be shown, 2 nothing could.
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["-sc"]:  # tab completion: arguments are folders, which shells complete by themselves
-        return 0
-    if any(argument in ("-h", "--help") for argument in arguments):
-        sys.stdout.write(HELP)
-        return 0
     runs, settings = split_arguments(arguments, "format")
     for dashed in (run for run in runs if run.startswith("-")):
         raise InputError(f"{dashed}: no such option; write format=csv")

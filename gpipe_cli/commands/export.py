@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,7 +14,7 @@ from gpipe_cli.commands.evaluate import RUN_OVERRIDES, run_settings
 from gpipe_cli.commands.folders import check_writable
 from gpipe_cli.config.groups import HuggingFaceConfig, group_choice
 from gpipe_cli.config.schema import setting_names
-from gpipe_cli.config.settings import ExportConfig, ExportSettings
+from gpipe_cli.config.settings import ExportSettings, TrainConfig
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_in_thread
@@ -30,51 +30,52 @@ def main(arguments: Sequence[str]) -> int:
     cfg = compose(parse_command_line("export", arguments, "call it once for each file"), KEYS)
     if cfg is None:
         return 0
-    config = export_config(cfg)
+    settings, training = _export_settings(cfg)
     missing = [package for package in ONNX_PACKAGES if importlib.util.find_spec(package) is None]
-    if config.format == "onnx" and missing:
+    if settings.format == "onnx" and missing:
         why = f"needs {', '.join(missing)}, which is not installed"
         raise InvalidSettingError(
             "format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors"
         )
-    if config.format == "hf" and not isinstance(config.training.model, HuggingFaceConfig):
-        why = f"is for runs of model=hf, and this one has model={group_choice(config.training.model)}"
+    if settings.format == "hf" and not isinstance(training.model, HuggingFaceConfig):
+        why = f"is for runs of model=hf, and this one has model={group_choice(training.model)}"
         raise InvalidSettingError("format", "hf", f"{why}; use format={', '.join(SUFFIXES)}")
-    file = output_file(config)
+    file = _output_file(settings)
 
-    fork_server.start(config.training)  # the server imports torch in parallel with this process
+    fork_server.start(training)  # the server imports torch in parallel with this process
     with show_preparation():
         import_in_thread("gpipe_cli.commands.export_run")  # torch comes with it
         from gpipe_cli.commands.export_run import run_export
 
-        return run_export(config, file)
+        return run_export(settings, training, file)
 
 
-def export_config(cfg: DictConfig) -> ExportConfig:
-    """The export that `cfg` describes. Raises InputError for averages that the run did not keep."""
+def _export_settings(cfg: DictConfig) -> tuple[ExportSettings, TrainConfig]:
+    """The export that `cfg` describes, and the run's settings, with ema_decay=0 if averages=false. Raises InputError
+    for averages that the run did not keep."""
     settings, training = run_settings(ExportSettings, cfg)
     if settings.averages and not training.ema_decay:
         why = "the run kept no average of its weights, as ema_decay=0; remove it"
         raise InvalidSettingError("averages", True, why)
     if settings.averages is False:
         training = replace(training, ema_decay=0.0)
-    return ExportConfig(**asdict(settings), training=training)
+    return settings, training
 
 
-def output_file(config: ExportConfig) -> Path:
+def _output_file(settings: ExportSettings) -> Path:
     """The file to write, or the folder. Raises InputError for a wrong suffix, a missing folder above it, and what
     exists already."""
     taken = "another file=..., or overwrite=true to replace one"
-    if config.format == "hf":
-        folder = Path(config.file or Path(config.run) / HF_SUBDIR)
-        check_writable("file", folder, alternative=taken, overwrite=config.overwrite, is_folder=True)
+    if settings.format == "hf":
+        folder = Path(settings.file or Path(settings.run) / HF_SUBDIR)
+        check_writable("file", folder, alternative=taken, overwrite=settings.overwrite, is_folder=True)
         return folder
-    suffixes = SUFFIXES[config.format]
-    file = Path(config.file or Path(config.run) / f"model{suffixes[0]}")
+    suffixes = SUFFIXES[settings.format]
+    file = Path(settings.file or Path(settings.run) / f"model{suffixes[0]}")
     if file.suffix not in suffixes:
         kind = next((kind for kind, endings in SUFFIXES.items() if file.suffix in endings), None)
         other = "" if kind is None else f", or format={kind}"
-        why = f"a file of format={config.format} ends with {' or '.join(suffixes)}"
+        why = f"a file of format={settings.format} ends with {' or '.join(suffixes)}"
         raise InvalidSettingError("file", file, f"{why}; use file={file.with_suffix(suffixes[0])}{other}")
-    check_writable("file", file, alternative=taken, overwrite=config.overwrite)
+    check_writable("file", file, alternative=taken, overwrite=settings.overwrite)
     return file

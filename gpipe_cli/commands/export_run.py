@@ -10,7 +10,7 @@ from rich.console import Console
 from gpipe_cli.commands.run_report import NoReport
 from gpipe_cli.commands.training_run import evaluation_config, find_compatible_checkpoint, run_and_report
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
+from gpipe_cli.config.settings import DecodeConfig, ExportSettings, PartitionConfig, TrainConfig
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.launch.job import Task
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
@@ -28,15 +28,16 @@ TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 5e-2
 _NOT_DECODED = DecodeConfig(1, 0, 0.0)
 
 
-def run_export(config: ExportConfig, file: Path) -> int:
-    """Export and evaluate; returns the exit code: 0, 1 failed or the file gives another loss, 3 or 130 interrupted.
-    Raises InputError for what the user can fix before anything was written."""
+def run_export(settings: ExportSettings, training: TrainConfig, file: Path) -> int:
+    """Export and evaluate the model of a run with the settings `training`; returns the exit code: 0, 1 failed or the
+    file gives another loss, 3 or 130 interrupted. Raises InputError for what the user can fix before anything was
+    written."""
     check_not_torchrun("gpipe export starts its own processes; call it without torchrun")
-    run = Path(config.run)
-    training = evaluation_config(config.training)
+    run = Path(settings.run)
+    training = evaluation_config(training)
     spec = make_pipeline_spec(training)
-    checkpoint = find_compatible_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
-    if config.evaluate:
+    checkpoint = find_compatible_checkpoint(training, run, settings.checkpoint, "run", optimizer=False)
+    if settings.evaluate:
         look_for_data(training, checkpoint, required=False)  # other classes do not keep the file from being written
     threads = spec.layout.threads  # the last bits of sums depend on the number of threads
     whole = replace(
@@ -49,21 +50,21 @@ def run_export(config: ExportConfig, file: Path) -> int:
     )
     whole_spec = make_pipeline_spec(whole)
     tasks: list[tuple[Task, PipelineSpec]] = [
-        (partial(write_model, replace(config, training=whole), checkpoint, file, threads), whole_spec),
+        (partial(write_model, settings, whole, checkpoint, file), whole_spec),
         (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, spec), spec),
-        (partial(evaluate_file, whole, config.format, file, checkpoint, whole_spec), whole_spec),
+        (partial(evaluate_file, whole, settings.format, file, checkpoint, whole_spec), whole_spec),
     ]
-    show = _ExportReport(config, checkpoint, file)
-    for task, task_spec in tasks if config.evaluate else tasks[:1]:
+    show = _ExportReport(training, checkpoint, file)
+    for task, task_spec in tasks if settings.evaluate else tasks[:1]:
         if exit_code := run_and_report(task, task_spec, training.timeout_seconds, show, run):
             return exit_code
-    return show.compare() if config.evaluate else 0
+    return show.compare() if settings.evaluate else 0
 
 
 class _ExportReport(NoReport):
     """Shows facts about an export as they become known, and keeps both scores."""
 
-    def __init__(self, config: ExportConfig, checkpoint: Path, file: Path) -> None:
+    def __init__(self, config: TrainConfig, checkpoint: Path, file: Path) -> None:
         self._config, self._checkpoint, self._file = config, checkpoint, file
         self._pipeline_scores: events.Scores | None = None
         self._file_scores: events.Scores | None = None
@@ -72,16 +73,15 @@ class _ExportReport(NoReport):
     def on_message(self, message: object) -> None:
         self.started = True
         console = Console()
-        run = self._config.training
         match message:
             case events.ModelWritten():
-                averaged = " (averaged weights)" if run.ema_decay else ""
+                averaged = " (averaged weights)" if self._config.ema_decay else ""
                 facts = [
                     ("checkpoint", f"{self._checkpoint}{averaged}"),
                     ("written to", f"{self._file} ({message.contents}, {size(message.bytes)})"),
                     ("read it by", message.call),
                 ]
-                if isinstance(dataset := run.dataset, ImagesConfig):
+                if isinstance(dataset := self._config.dataset, ImagesConfig):
                     pixels, mean, deviation = dataset.image_size, list(dataset.mean), list(dataset.std)
                     scale = f"(value / 255 - mean) / deviation, mean {mean}, deviation {deviation}"
                     facts.append(("images", f"RGB, {pixels} x {pixels} pixels, {scale}"))
@@ -98,7 +98,7 @@ class _ExportReport(NoReport):
                 raise AssertionError(message)
 
     def _outcome(self, scores: events.Scores) -> str:
-        task = self._config.training.task
+        task = self._config.task
         return format_scores(task, replace(to_evaluation(task, scores), averaged=False))
 
     def compare(self) -> int:
@@ -109,7 +109,7 @@ class _ExportReport(NoReport):
         difference = abs(pipeline_loss - file_loss)
         how = f"the losses differ by {difference:.1g}" if pipeline_loss != file_loss else "the same loss, bit for bit"
         print_fields(Console(), [("", how)])
-        tolerance = TOLERANCE if self._config.training.precision == "float32" else ROUNDED_TOLERANCE
+        tolerance = TOLERANCE if self._config.precision == "float32" else ROUNDED_TOLERANCE
         if pipeline_loss == file_loss or difference <= tolerance * max(pipeline_loss, file_loss):
             return 0
         losses = f"its loss is {file_loss:.4g}, not {pipeline_loss:.4g}"

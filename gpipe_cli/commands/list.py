@@ -46,9 +46,6 @@ Examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    if any(argument in ("-h", "--help") for argument in arguments):
-        sys.stdout.write(HELP)
-        return 0
     words, settings = split_arguments(arguments, "format")
     match words:
         case []:

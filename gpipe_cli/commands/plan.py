@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +21,9 @@ from gpipe_cli.commands.compose_config import (
 )
 from gpipe_cli.commands.folders import check_writable, run_folder
 from gpipe_cli.commands.split_arguments import split_arguments
-from gpipe_cli.commands.sweep import describe_differences
+from gpipe_cli.commands.sweep_plan import describe_differences
 from gpipe_cli.config.pipeline_settings import SCHEDULE_FILE
-from gpipe_cli.config.settings import PlanSettings, TrainConfig
+from gpipe_cli.config.settings import PlanSettings
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import InputError, InvalidSettingError, InvalidValueError
 from gpipe_cli.launch.fork_server import fork_server
@@ -36,15 +35,6 @@ if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.plan import Plan
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A configuration to plan."""
-
-    config: TrainConfig
-    auto: tuple[str, ...]  # keys of the settings to choose
-    settings: PlanSettings
-
-
 def main(arguments: Sequence[str]) -> int:
     arguments, options = split_arguments(arguments, "format")
     line = parse_command_line("plan", arguments)
@@ -53,12 +43,12 @@ def main(arguments: Sequence[str]) -> int:
         dict.fromkeys(("resume", "dry_run", "quiet"), "a plan runs nothing, and is what is shown; remove it")
     )
     check_not_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
-    if line.options["multirun"] and not line.only_prints:
+    if line.is_sweep:
         return _sweep(line, form)
     cfg = compose(line, TRAINING_KEYS)
     if cfg is None:
         return 0
-    plan = _plan(_make_request(cfg, line.overrides), form, shown=form == TABLE)
+    plan = _plan(cfg, line.overrides, form, shown=form == TABLE)
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stage_table
 
@@ -66,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> _Request:
+def _plan(cfg: DictConfig, overrides: Mapping[str, object], form: str, *, shown: bool) -> "Plan":
+    """The plan that `cfg` describes; `overrides`: the typed settings. Raises InputError."""
     settings = command_settings(PlanSettings, "plan", cfg)
     config, auto = training_config(cfg, overrides)
     if settings.solve is not None and config.partition.balance is not None:
@@ -79,11 +70,6 @@ def _make_request(cfg: DictConfig, overrides: Mapping[str, object]) -> _Request:
             why = f"a schedule is read by its ending; use write_schedule={file}{SCHEDULE_FILE}"
             raise InvalidSettingError("write_schedule", file, why)
         check_writable("write_schedule", Path(file), alternative="another, or remove it")
-    return _Request(config, auto, settings)
-
-
-def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
-    config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # only the JSON or CSV document goes to stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, show_preparation():
         if config.cost != "datasheet" and config.hardware.is_this_machine:
@@ -91,7 +77,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
         import_in_thread("gpipe_cli.commands.plan_run")  # torch comes with it
         from gpipe_cli.commands.plan_run import plan
 
-        return plan(config, auto, request.settings, folder, console, shown=shown)
+        return plan(config, auto, settings, folder, console, shown=shown)
 
 
 def _sweep(line: CommandLine, form: str) -> int:
@@ -111,8 +97,7 @@ def _sweep(line: CommandLine, form: str) -> int:
     jobs = combinations(line)
     for job, (_, varied) in zip(jobs, describe_differences(jobs, line.single_valued), strict=True):
         try:
-            request = _make_request(composer.compose(job), setting_values(job))
-            plans.append(SweptPlan(varied, None, _plan(request, form, shown=False)))
+            plans.append(SweptPlan(varied, None, _plan(composer.compose(job), setting_values(job), form, shown=False)))
         except InvalidValueError:
             raise
         except InputError as error:

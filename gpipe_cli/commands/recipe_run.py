@@ -20,7 +20,7 @@ from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.recipe import Recipe
 from gpipe_cli.reproduction.runner import RECIPES_DIR, CommandFailedError, Runner, Scale, add_user_settings, keep_last
 from gpipe_cli.reproduction.simulated import Simulate, make_simulator
-from gpipe_cli.system.gpus import Gpu
+from gpipe_cli.system.gpus import usable_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +32,28 @@ class ReproduceSettings:
     run_folder: str | None
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where recipes run, and the console that shows their progress."""
+def choose_scale(recipe: Recipe, recipe_settings: ReproduceSettings, given: Sequence[str]) -> tuple[Scale, str]:
+    """The scale of a recipe on this machine, and the reason for it."""
+    if recipe_settings.scale != "auto":
+        return recipe_settings.scale, "as requested"
+    if any(key_of(setting) == "device" and setting.endswith("=cpu") for setting in given):
+        return "small", "device=cpu uses no GPU"
+    return recipe.needs.fitting_scale(usable_gpus())
 
-    console: Console
-    gpus: Sequence[Gpu]
 
-    def scale(self, recipe: Recipe, recipe_settings: ReproduceSettings, given: Sequence[str]) -> tuple[Scale, str]:
-        """The scale of a recipe, and the reason for it."""
-        if recipe_settings.scale != "auto":
-            return recipe_settings.scale, "as requested"
-        if any(key_of(setting) == "device" and setting.endswith("=cpu") for setting in given):
-            return "small", "device=cpu uses no GPU"
-        return recipe.needs.fitting_scale(self.gpus)
-
-    def reproduce(
-        self, recipe: Recipe, recipe_settings: ReproduceSettings, given: tuple[str, ...], folder: Path
-    ) -> Reproduction:
-        """Run a recipe. Raises the errors that its commands end with."""
-        scale, why = self.scale(recipe, recipe_settings, given)
-        user_settings = keep_last(given)
-        runner = Runner(
-            recipe.name, folder, add_user_settings(recipe.settings(scale), user_settings),
-            partial(run_forked, self.console), make_recipe_simulator(recipe.name, recipe.folder),
-            partial(show_line, self.console), scale, user_settings, self.gpus,
-            Path(recipe.folder),
-        )  # fmt: skip
-        return recipe.reproduce(runner, why)
+def reproduce(
+    recipe: Recipe, recipe_settings: ReproduceSettings, given: tuple[str, ...], folder: Path, console: Console
+) -> Reproduction:
+    """Run a recipe; `console` shows its progress. Raises the errors that its commands end with."""
+    scale, why = choose_scale(recipe, recipe_settings, given)
+    user_settings = keep_last(given)
+    runner = Runner(
+        recipe.name, folder, add_user_settings(recipe.settings(scale), user_settings),
+        partial(run_forked, console), make_recipe_simulator(recipe.name, recipe.folder),
+        partial(show_line, console), scale, user_settings, usable_gpus(),
+        Path(recipe.folder),
+    )  # fmt: skip
+    return recipe.reproduce(runner, why)
 
 
 def run_forked(console: Console, command: Sequence[str], log: IO[str]) -> None:

@@ -7,7 +7,6 @@ part of the recipes' README.
 
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,7 +18,7 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import find_config_dir, parse_command_line
 from gpipe_cli.commands.command_runner import import_torch
 from gpipe_cli.commands.folders import lock_folder
-from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, check_known
+from gpipe_cli.commands.recipe_run import ReproduceSettings, check_known, choose_scale, reproduce
 from gpipe_cli.config.old_words import update_argument, update_words
 from gpipe_cli.config.schema import parse_config
 from gpipe_cli.config.settings import key_of
@@ -34,7 +33,6 @@ from gpipe_cli.reproduction.recipe import Recipe, read_recipe, recipe_names
 from gpipe_cli.reproduction.runner import LOG, RECIPES_DIR, CommandFailedError, keep_last
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.files import contents, read_text, write_atomic
-from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.units import duration
 
 HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers next to ours.
@@ -73,11 +71,6 @@ REQUEST_FILE = "asked.json"  # a file with the scale and the settings of all rec
 
 
 def main(arguments: Sequence[str]) -> int:
-    if any(argument in ("-h", "--help") for argument in arguments):
-        sys.stdout.write(HELP)
-        return 0
-    if arguments[:1] == ["-sc"]:  # no completion: Hydra completes settings, and not the names of recipes
-        return 0
     folder = RECIPES_DIR
     if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
         folder = find_config_dir(arguments[1])
@@ -130,8 +123,7 @@ def _new_folder(recipe_settings: ReproduceSettings, name: str) -> Path:
 def _reproduce_one(recipe: Recipe, recipe_settings: ReproduceSettings, given: tuple[str, ...]) -> int:
     console = Console()
     import_torch()
-    machine = Machine(console, usable_gpus())
-    scale, why = machine.scale(recipe, recipe_settings, given)
+    scale, why = choose_scale(recipe, recipe_settings, given)
     with lock_folder(_new_folder(recipe_settings, recipe.name), f"output={recipe_settings.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{scale}: {why}"), ("folder", str(folder))]
@@ -140,7 +132,7 @@ def _reproduce_one(recipe: Recipe, recipe_settings: ReproduceSettings, given: tu
             facts.append(("takes", f"{recipe.small.duration} on 2 CPU cores{without}"))
         print_fields(console, facts)
         try:
-            reproduction = machine.reproduce(recipe, recipe_settings, given, folder)
+            reproduction = reproduce(recipe, recipe_settings, given, folder, console)
         except KeyboardInterrupt:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
             raise
@@ -175,7 +167,6 @@ def _reproduce_several(
     with lock_folder(*place, new=recipe_settings.run_folder is None) as folder:
         _check_same_request(folder, request)
         import_torch()
-        machine = Machine(console, usable_gpus())
         write_result(folder, request, REQUEST_FILE)
         settings = [setting for setting in (f"scale={recipe_settings.scale}", *given) if setting != "scale=auto"]
         continue_command = (
@@ -194,7 +185,7 @@ def _reproduce_several(
                 show_line(console, f"{which:<12} {recipe.name}: is done")
                 continue
             left = ""
-            if took or machine.scale(recipe, recipe_settings, given)[0] == "small":
+            if took or choose_scale(recipe, recipe_settings, given)[0] == "small":
                 todo = sum(
                     60 * waiting.small.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
                 )
@@ -204,7 +195,7 @@ def _reproduce_several(
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
             try:
                 _recreate_folder(below)
-                reproduction = machine.reproduce(recipe, recipe_settings, given, below)
+                reproduction = reproduce(recipe, recipe_settings, given, below, console)
                 write_reproduction(reproduction, below)
                 took += reproduction.seconds
                 stated += 60 * recipe.small.minutes
@@ -247,7 +238,7 @@ def _check_same_request(folder: Path, request: dict[str, Any]) -> None:
     if not (folder / REQUEST_FILE).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
     before = update_words(read_result(folder, REQUEST_FILE))
-    before |= {"settings": [*map(update_argument, before.get("settings", []))]}
+    before |= {"settings": [update_argument(setting, "reproduce") for setting in before.get("settings", [])]}
     if before != request:
         has = " ".join([f"scale={before.get('scale')}", *before["settings"]])
         raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")

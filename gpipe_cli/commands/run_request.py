@@ -1,7 +1,7 @@
 """Requests for a training or a measurement."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from gpipe_cli.config.settings import (
     PER_INVOCATION,
     BenchSettings,
     TrainConfig,
-    format_target_setting,
     load_run_config,
     target_of,
 )
@@ -42,14 +41,9 @@ class RunRequest:
         return replace(self, config=replace(saved, **changed), auto=(), saved=saved).in_folder(folder)
 
 
-def load_run(
-    folder: Path,
-    target: str | None = None,
-    add: Callable[[str], str] = format_target_setting,
-    fallbacks: Mapping[str, Any] | None = None,
-) -> TrainConfig:
+def load_run(folder: Path, target: str | None = None, fallbacks: Mapping[str, Any] | None = None) -> TrainConfig:
     """`load_run_config` of the run in `folder`, with its data where the run found them (`follow_data`)."""
-    return follow_data(load_run_config(folder, target, add, fallbacks), folder)
+    return follow_data(load_run_config(folder, target, fallbacks=fallbacks), folder)
 
 
 def follow_data(config: TrainConfig, folder: Path) -> TrainConfig:

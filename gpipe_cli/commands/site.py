@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,9 +46,6 @@ _NO_PRESETS = "the explorer has one plan; give its settings, as to gpipe plan, o
 
 def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["-sc"]:  # tab completion: the argument is a folder, which shells complete by themselves
-        return 0
-    if any(argument in ("-h", "--help") for argument in arguments):
-        sys.stdout.write(HELP)
         return 0
     word, *settings = arguments or [""]
     if not word or word.startswith("-") or "=" in word:

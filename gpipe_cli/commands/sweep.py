@@ -5,36 +5,25 @@ leaves behind (tensors, process groups, a CUDA context) affects the next. A fail
 others go on. sweep.json records the runs that have ended, so that a sweep can be resumed.
 """
 
-import itertools
-import os
-import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.commands import command_runner
 from gpipe_cli.commands.command_line import CommandLine, parse_command_line, setting_values
-from gpipe_cli.commands.compose_config import TRAINING_KEYS, ConfigComposer, combinations
-from gpipe_cli.commands.folders import numbered_paths
+from gpipe_cli.commands.command_runner import CommandResult
+from gpipe_cli.commands.compose_config import combinations
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.run_start import start_run
-from gpipe_cli.commands.sweep_folder import SWEEP_DIR_SETTING, SWEEP_FILE, Attempt, SweepFolder
+from gpipe_cli.commands.sweep_folder import SWEEP_DIR_SETTING, SWEEP_FILE, SweepFolder
+from gpipe_cli.commands.sweep_plan import Cell, MakeRequest, SweepPlan, plan_sweep
 from gpipe_cli.config.groups import TARGET
 from gpipe_cli.config.schema import quote
-from gpipe_cli.config.settings import (
-    ONE_DEVICE,
-    allow_target,
-    format_target_setting,
-    has_checkpoint,
-    key_of,
-    single_device_baseline,
-    target_of,
-)
+from gpipe_cli.config.settings import has_checkpoint
 from gpipe_cli.distributed.torchrun_env import check_not_torchrun
 from gpipe_cli.errors import (
     BAD_INPUT,
@@ -43,264 +32,40 @@ from gpipe_cli.errors import (
     STOPPED,
     InputError,
     InvalidSettingError,
-    InvalidValueError,
 )
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import format_override, format_resume_command
-from gpipe_cli.reporting.tables.sweep import NOT_RETRYABLE, Run, bench_status, show_remaining
+from gpipe_cli.reporting.tables.sweep import Run
 from gpipe_cli.results.run import run_result_or_none
 from gpipe_cli.system.interrupts import StopRequested
 
-# Turns a tree and the typed settings into a request; raises InputError for a wrong setting.
-MakeRequest = Callable[[DictConfig, Mapping[str, object]], RunRequest]
-
-_FINAL_STATUSES = ("completed", "dry_run")  # statuses of a result
-_UNFINISHED_CODES = (None, INTERRUPTED, STOPPED, SIGPIPE_EXIT)  # exit codes
+_SWEEP_ENDS = {STOPPED: StopRequested, SIGPIPE_EXIT: BrokenPipeError}  # exit code of a run -> what ends the sweep too
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A combination of settings that a sweep runs; in a sweep of several rounds it runs once in each."""
-
-    run_number: int  # within the sweep; the first is 1, the baseline of measurements 0
-    name: str  # the settings that differ: `micro_batches=4`
-    varied: dict[str, object]  # the same as settings and values, in the order in which they were typed
-    request: RunRequest | InputError  # InputError: why it cannot run
-
-
-class Sweep:
-    """The sweep that `-m` asks for."""
-
-    def __init__(
-        self, line: CommandLine, folder: SweepFolder, make_request: MakeRequest, typed: Sequence[str] = ()
-    ) -> None:
-        """`typed`: the arguments of this start of the sweep; `line`: those of its first start."""
-        self.line, self._typed = line, typed
-        self._targets: tuple[str, ...] = ()  # the functions that its runs call
-        self.planned = 0  # runs of all rounds together; 0 until the sweep has begun
-        self.rounds = 1
-        self.baseline: int | None = None  # number of the cell whose speed is 1 for the others; None: the first measured
-        self.runs: list[Run] = []  # runs that have ended, in earlier starts of this sweep or in this start
-        self._folder, self._make_request = folder, make_request
-        self._stop_exception: type[BaseException] | None = None  # the exception that ends the sweep early
-
-    @property
-    def path(self) -> Path:
-        assert self._folder.path is not None
-        return self._folder.path
-
-    def run(self, line: CommandLine, show: Callable[[], None]) -> None:
-        """Perform all runs. `line`: `self.line`, perhaps with more settings; `show` is called at the end if a run has
-        ended. Raises InputError."""
-        try:
-            self._run_all(line)
-        finally:  # Ctrl-C comes here, too
-            self._folder.release()
-            if self.runs:
-                try:
-                    show()
-                finally:
-                    self._show_rest()
-
-    def _show_rest(self) -> None:
-        """Show the command that completes an incomplete sweep."""
-        if len(self.runs) < self.planned or not all(map(self._is_final, self.runs)):
-            show_remaining(self.planned, self.runs, format_resume_command(self.line.command, self.path, self._targets))
-
-    def _run_all(self, line: CommandLine) -> None:
-        check_not_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
-        composer = ConfigComposer(line, TRAINING_KEYS)
-        whole = composer.compose_full(line.unswept)
-        jobs = combinations(line, whole.hydra.sweeper.params)
-        self._folder.lock(self._folder.path or Path(whole.hydra.sweep.dir))
-        begins = not self._folder.resumes
-        requests = [self._request(composer, job) for job in jobs]
-        if not begins:
-            saved = _targets(requests)
-            requests = [self._with_target(request, saved) for request in requests]
-        self._targets = _targets(requests)
-        refusals = [request for request in requests if isinstance(request, InputError)]
-        for input_error in refusals if begins else ():
-            if isinstance(input_error, InvalidValueError) or len(refusals) == len(requests):
-                raise input_error
-        named = zip(describe_differences(jobs, self.line.single_valued), requests, strict=True)
-        cells = [Cell(number, *name, request) for number, (name, request) in enumerate(named, 1)]
-        if self.line.command == "bench" and len(cells) > 1 and "recipe" not in whole:  # a recipe's table has a baseline
-            self._add_baseline(cells)
-        self._folder.record()
-        benches = [request.bench for request in requests if isinstance(request, RunRequest)]
-        self.rounds = max((bench.rounds for bench in benches if bench is not None), default=1)
-        self.planned = len(cells) * self.rounds
-        last: dict[int, Run] = {}
-        for round_number, cell in itertools.product(range(1, self.rounds + 1), cells):
-            if (
-                (before := last.get(cell.run_number))
-                and self._is_final(before)
-                and bench_status(before) in NOT_RETRYABLE
-            ):
-                self.planned -= 1  # another round would give the same
-                continue
-            run = self._run_round(cell, round_number, cells[-1].run_number)
-            if run is not None:  # None: the sweep is ending, and this run had not ended earlier
-                last[cell.run_number] = run
-                self.runs.append(run)
-        if self._stop_exception is not None:
-            raise self._stop_exception
-        refused = [run for run in self.runs if run.exit_code == BAD_INPUT]
-        if begins and len(refused) == len(self.runs):
-            (self.path / SWEEP_FILE).unlink()
-            self.runs.clear()
-            raise InputError(refused[0].error)
-
-    def _add_baseline(self, cells: list[Cell]) -> None:
-        """Make a single device the baseline, with the settings of the first cell that can run: a cell of the sweep, or
-        an additional cell."""
-        requests = {cell.run_number: cell.request for cell in cells if isinstance(cell.request, RunRequest)}
-        if not requests:
-            return
-        first = next(iter(requests))
-        auto = tuple(key for key in requests[first].auto if key not in ONE_DEVICE)
-        plain = replace(requests[first], config=single_device_baseline(requests[first].config), auto=auto)
-        for number, request in requests.items():
-            if request.config.recompute != "always" and replace(request.config, recompute="never") == plain.config:
-                self.baseline = number
-                return
-        self.baseline = 0
-        varied = {key: ONE_DEVICE.get(key, value) for key, value in cells[first - 1].varied.items()}
-        cells.insert(0, Cell(0, "one device", varied, plain))
-
-    def _request(self, composer: ConfigComposer, job: Sequence[str]) -> RunRequest | InputError:
-        try:
-            return self._make_request(composer.compose(job), setting_values(job))
-        except InputError as error:
-            return error
-
-    def _with_target(self, request: RunRequest | InputError, saved: Sequence[str]) -> RunRequest | InputError:
-        """The request of a sweep that is resumed, with the function that was named again; `saved`: the functions of all
-        runs. Raises InvalidSettingError if it was not."""
-        if isinstance(request, InputError):
-            return request
-        target, targets = target_of(request.config), self._folder.targets
-        if target not in targets:
-            target = targets[0] if len(targets) == len(saved) == 1 else None
-        return replace(request, config=allow_target(request.config, target, self.path, format_target_setting(*saved)))
-
-    def _run_round(self, cell: Cell, round_number: int, last: int) -> Run | None:
-        """The run of a cell in round `round_number`; None if the sweep ended before it began."""
-        position = f"run {cell.run_number} of {last}" if cell.run_number else "baseline"
-        title = f"{position}{f', round {round_number} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
-        before = self._folder.attempts.get((cell.run_number, round_number))
-        before = before if before is not None and before.name == cell.name else None
-        if before is not None and self._is_final(run := self._to_run(before, cell)):
-            self._print(Text(f"{title}: {self._status(run)} before, skipped"))
-            return run
-        self._print(Text(title), rule=True)
-        if self._stop_exception is not None:
-            return None
-        if before is not None and self.line.command == "train" and before.folder:
-            folder = self.path / before.folder
-            if has_checkpoint(folder) and not folder.is_symlink():  # through a link nothing is written
-                run = self._run_cell(cell, before, folder, resume=True)
-                if run.exit_code != BAD_INPUT or self._stop_exception is not None:
-                    return run
-                self._print(Text(f"{cell.name} cannot go on; it begins again"))
-        if before is not None:
-            self._folder.discard(before)
-        return self._run_cell(
-            cell, Attempt(cell.run_number, round_number, cell.name, ""), unused_folder(self.path, cell.name)
-        )
-
-    def _run_cell(self, cell: Cell, attempt: Attempt, folder: Path, *, resume: bool = False) -> Run:
-        """Run a cell in a fork of this process; `resume`: from the last checkpoint in `folder`."""
-        attempt = replace(attempt, folder=folder.name, exit_code=None, error="")
-        self._folder.record(attempt)
-        begin = time.monotonic()
-        try:
-            if isinstance(request := cell.request, InputError):
-                ending = command_runner.CommandResult(BAD_INPUT, str(request))
-            else:
-                if not request.config.dry_run:
-                    fork_server.start(request.config)  # all forks share it
-                command_runner.import_torch()
-                request_in = request.to_resume if resume else request.in_folder
-                typed = (self.line.command, *self._typed)
-                ending = command_runner.wait_for(
-                    command_runner.fork_command(lambda: start_run(request_in(folder), *typed))
-                )
-        except KeyboardInterrupt as asked:
-            self._stop_exception = type(asked)
-            ending = command_runner.CommandResult(INTERRUPTED)
-        exceptions = {STOPPED: StopRequested, SIGPIPE_EXIT: BrokenPipeError}  # what ended the fork ends the sweep
-        self._stop_exception = exceptions.get(ending.exit_code, self._stop_exception)
-        if ending.exit_code < 0:
-            fork_server.kill()  # ends the workers of a run that was killed before it could end them
-        result = run_result_or_none(folder)
-        error = ((result and result.error) or ending.error) if ending.exit_code else ""
-        attempt = replace(attempt, exit_code=ending.exit_code, seconds=time.monotonic() - begin, error=error)
-        self._folder.record(attempt)
-        run = self._to_run(attempt, cell)
-        if run.exit_code:
-            why = "" if self._stop_exception in (KeyboardInterrupt, StopRequested) else f": {error}"
-            self._print(Text.assemble((self._status(run), "red"), f" {cell.name}{why}"), always=True)
-        return run
-
-    def _to_run(self, attempt: Attempt, cell: Cell) -> Run:
-        folder = self.path / attempt.folder
-        result = run_result_or_none(folder)
-        code = INTERRUPTED if attempt.exit_code in _UNFINISHED_CODES else attempt.exit_code
-        if result is not None and result.status in _FINAL_STATUSES:  # even if it was interrupted while it drew pictures
-            code = 0
-        seconds = attempt.seconds or (result and result.seconds) or 0.0
-        return Run(attempt.name, folder, code, seconds, result, attempt.run, attempt.round, cell.varied, attempt.error)
-
-    def _is_final(self, run: Run) -> bool:
-        """Whether another attempt would give the same."""
-        if self.line.command == "bench":
-            if bench_status(run) in NOT_RETRYABLE:
-                return True
-            return bench_status(run) == "measured" and run.result is not None and run.result.status == "completed"
-        return run.result is not None and run.result.status in _FINAL_STATUSES
-
-    def _status(self, run: Run) -> str:
-        return bench_status(run).replace("_", " ") if self.line.command == "bench" else run.status
-
-    def _print(self, line: Text, *, rule: bool = False, always: bool = False) -> None:
-        """Prints a line, unless the sweep has ended. When nobody reads it (`| head`), the sweep ends, and keeps the
-        results that it has."""
-        if self._stop_exception is not None and not always:
-            return
-        try:
-            if rule:
-                Console().rule(line, align="left")
-            else:
-                Console().print(line, soft_wrap=True)
-        except SystemExit:  # rich raises it when the pipe is closed
-            self._stop_exception = BrokenPipeError
-
-
-def make_sweep(line: CommandLine, arguments: Sequence[str], make_request: MakeRequest) -> Sweep | None:
-    """The sweep that the arguments begin or resume, None for a single run; `line` is read from them. Raises InputError
-    for what the user can fix."""
-    folder = _resumed_folder(line)
-    if folder is None:
+def find_sweep(line: CommandLine) -> tuple[CommandLine, SweepFolder | None]:
+    """The sweep that `resume` names, with the command line of its first start; else `line` and None. Raises InputError
+    for what the user can fix: settings that have no effect or would change the sweep, a sweep of another command."""
+    resumed = line.overrides.get("resume")
+    if not isinstance(resumed, str) or "resume" in line.swept or not (Path(resumed) / SWEEP_FILE).is_file():
         _check_folders_have_effect(line)
-        sweeps = line.options["multirun"] and not line.only_prints
-        return Sweep(line, SweepFolder(line.command, arguments), make_request, arguments) if sweeps else None
-    line = replace(
-        parse_command_line(line.command, [*folder.arguments, f"{SWEEP_DIR_SETTING}{quote(folder.path)}"]),
-        from_file=True,
-    )
-    if not line.options["multirun"] or line.only_prints:
+        return line, None
+    more = [setting for setting in line.typed if setting.partition("=")[0].lstrip("+") not in ("resume", TARGET)]
+    named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
+    more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
+    if more:
+        raise InputError(f"{more[0]}: resume={resumed} is a sweep, whose runs would then differ in more; leave it out")
+    sweep = SweepFolder.read(Path(resumed))
+    if sweep.command != line.command:
+        raise InputError(f"resume={resumed}: is a sweep of gpipe {sweep.command}; go on with it by that command")
+    sweep.arguments = [argument for argument in sweep.arguments if not argument.startswith(SWEEP_DIR_SETTING)]
+    if TARGET in line.overrides:
+        sweep.targets = tuple(str(setting_values(job)[TARGET]) for job in combinations(line))
+    first = parse_command_line(line.command, [*sweep.arguments, f"{SWEEP_DIR_SETTING}{quote(sweep.path)}"])
+    if not first.is_sweep:
         raise InputError(
-            f"{folder.path}/{SWEEP_FILE}: cannot be read as a sweep (its arguments begin none); begin it again"
+            f"{sweep.path}/{SWEEP_FILE}: cannot be read as a sweep (its arguments begin none); begin it again"
         )
-    return Sweep(line, folder, make_request, arguments)
-
-
-def _targets(requests: Sequence[RunRequest | InputError]) -> tuple[str, ...]:
-    """The functions that the runs call, each once."""
-    called = [target_of(request.config) for request in requests if isinstance(request, RunRequest)]
-    return tuple(dict.fromkeys(target for target in called if target is not None))
+    return replace(first, from_file=True), sweep
 
 
 def _check_folders_have_effect(line: CommandLine) -> None:
@@ -315,42 +80,111 @@ def _check_folders_have_effect(line: CommandLine) -> None:
             )
 
 
-def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if that is a run. Raises InputError if other settings are given too, but the
-    functions that its runs call, or the sweep is another command's."""
-    resumed = line.overrides.get("resume")
-    if not isinstance(resumed, str) or "resume" in line.swept or not (Path(resumed) / SWEEP_FILE).is_file():
-        return None
-    more = [setting for setting in line.typed if setting.partition("=")[0].lstrip("+") not in ("resume", TARGET)]
-    named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
-    more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
-    if more:
-        raise InputError(f"{more[0]}: resume={resumed} is a sweep, whose runs would then differ in more; leave it out")
-    folder = SweepFolder.read(Path(resumed))
-    if folder.command != line.command:
-        raise InputError(f"resume={resumed}: is a sweep of gpipe {folder.command}; go on with it by that command")
-    folder.arguments = [argument for argument in folder.arguments if not argument.startswith(SWEEP_DIR_SETTING)]
-    if TARGET in line.overrides:
-        folder.targets = tuple(str(setting_values(job)[TARGET]) for job in combinations(line))
-    return folder
+def run_sweep(
+    line: CommandLine,
+    typed: Sequence[str],
+    resumed: SweepFolder | None,
+    make_request: MakeRequest,
+    show: Callable[[Path, SweepPlan, list[Run]], None],
+) -> list[Run]:
+    """Perform all runs of a sweep, but those that have ended in an earlier start. `line`: the arguments of its first
+    start, `typed`: those of this start; `show` is called with the runs that have ended, however the sweep ends. Raises
+    InputError."""
+    check_not_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
+    plan = plan_sweep(line, make_request, resumed)
+    sweep = resumed or SweepFolder(line.command, typed, plan.folder)
+    try:
+        with sweep.lock(resumes=resumed is not None):
+            sweep.record()
+            sweep.ended = _ended_earlier(sweep, plan)
+            for round_number, cell in plan.schedule(sweep.ended):
+                title = plan.title(round_number, cell)
+                if (before := sweep.ended.get((cell.number, round_number))) is not None:
+                    Console().print(Text(f"{title}: {sweep.status(before)} before, skipped"), soft_wrap=True)
+                else:
+                    Console().rule(Text(title), align="left")
+                    _run_cell(sweep, cell, round_number, typed)
+            if resumed is None and all(run.effective_code == BAD_INPUT for run in sweep.ended.values()):
+                (sweep.path / SWEEP_FILE).unlink()
+                refused, sweep.ended = sweep.ended, {}
+                raise InputError(next(iter(refused.values())).error)
+    finally:  # Ctrl-C comes here, too
+        scheduled = [(cell.number, round_number) for round_number, cell in plan.schedule(sweep.ended)]
+        runs = [sweep.ended[key] for key in scheduled if key in sweep.ended]
+        if runs:
+            try:
+                show(sweep.path, plan, runs)
+            finally:
+                left = len(scheduled) - len(runs)
+                if left > 0 or any(run.failed and not sweep.is_final(run) for run in runs):
+                    rest = f"{left} of {len(scheduled)} not run; " if left > 0 else ""
+                    resume = format_resume_command(line.command, sweep.path, plan.targets)
+                    Console().print(Text(f"{rest}resume with  {resume}"), soft_wrap=True)
+    return runs
 
 
-def describe_differences(jobs: Sequence[Sequence[str]], same: Collection[str]) -> list[tuple[str, dict[str, object]]]:
-    """The settings in which each job differs from the others: as a name, `partitions=2,seed=4`, and their values in the
-    order in which they were typed. `same`: the settings that were typed with a single value."""
-
-    def varies(setting: str) -> bool:
-        return key_of(setting) not in same and (len(jobs) == 1 or any(setting not in job for job in jobs))
-
-    varied = [[setting for setting in job if varies(setting)] for job in jobs]
-    return [(",".join(sorted(setting.lstrip("+") for setting in job)) or "run", setting_values(job)) for job in varied]
-
-
-def unused_folder(parent: Path, name: str) -> Path:
-    """A folder for the run `name` that does not exist yet."""
-    return next(folder for folder in numbered_paths(parent / folder_name(name)) if not os.path.lexists(folder))
+def _ended_earlier(sweep: SweepFolder, plan: SweepPlan) -> dict[tuple[int, int], Run]:
+    """The runs of a sweep that is resumed which would give the same again."""
+    cells = {(cell.number, cell.name): cell for cell in plan.cells}
+    runs = [
+        replace(run, settings=cells[run.run, run.name].settings, result=run_result_or_none(sweep.path / run.folder))
+        for run in sweep.runs.values()
+        if (run.run, run.name) in cells
+    ]
+    return {run.key: run for run in runs if sweep.is_final(run)}
 
 
-def folder_name(name: str) -> str:
-    """The folder name of the run `name`, of characters that every file system accepts."""
-    return re.sub(r"[^\w.,=+\[\]-]", "_", name.replace("'", "").replace('"', ""))[:150].strip(".") or "run"
+def _run_cell(sweep: SweepFolder, cell: Cell, round_number: int, typed: Sequence[str]) -> None:
+    """Run a cell, from the last checkpoint of an earlier start if there is one. Raises what ends the sweep."""
+    before = sweep.runs.get((cell.number, round_number))
+    if before is not None and before.name == cell.name:
+        folder = sweep.path / before.folder
+        # through a link nothing is written
+        if sweep.command == "train" and before.folder and has_checkpoint(folder) and not folder.is_symlink():
+            if _attempt(sweep, cell, before, typed, resume=True).effective_code != BAD_INPUT:
+                return
+            Console().print(Text(f"{cell.name} cannot go on; it begins again"), soft_wrap=True)
+        sweep.discard(before)
+    _attempt(sweep, cell, Run(cell.number, round_number, cell.name, sweep.unused_folder(cell.name).name), typed)
+
+
+def _attempt(sweep: SweepFolder, cell: Cell, run: Run, typed: Sequence[str], *, resume: bool = False) -> Run:
+    """Run a cell in a fork of this process, and record how that ends; `resume`: from the last checkpoint in its folder.
+    Raises what ends the sweep."""
+    run = replace(run, exit_code=None, error="", settings=cell.settings)
+    folder = sweep.path / run.folder
+    sweep.record(run)
+    begin = time.monotonic()
+    stop: BaseException | None = None
+    try:
+        ending = _start_in_fork(sweep.command, cell.request, folder, typed, resume=resume)
+        if (ends := _SWEEP_ENDS.get(ending.exit_code)) is not None:
+            stop = ends()
+    except KeyboardInterrupt as asked:
+        ending, stop = CommandResult(INTERRUPTED), asked
+    if ending.exit_code < 0:
+        fork_server.kill()  # ends the workers of a run that was killed before it could end them
+    result = run_result_or_none(folder)
+    error = ((result and result.error) or ending.error) if ending.exit_code else ""
+    run = replace(run, exit_code=ending.exit_code, seconds=time.monotonic() - begin, error=error, result=result)
+    sweep.record(run)
+    sweep.ended[run.key] = run
+    if run.effective_code:
+        why = "" if isinstance(stop, KeyboardInterrupt) else f": {error}"
+        Console().print(Text.assemble((sweep.status(run), "red"), f" {cell.name}{why}"), soft_wrap=True)
+    if stop is not None:
+        raise stop
+    return run
+
+
+def _start_in_fork(
+    command: str, request: RunRequest | InputError, folder: Path, typed: Sequence[str], *, resume: bool
+) -> CommandResult:
+    """How a run ended that started in a fork of this process. Raises KeyboardInterrupt."""
+    if isinstance(request, InputError):
+        return CommandResult(BAD_INPUT, str(request))
+    if not request.config.dry_run:
+        fork_server.start(request.config)  # all forks share it
+    command_runner.import_torch()
+    request_in = request.to_resume if resume else request.in_folder
+    return command_runner.wait_for(command_runner.fork_command(lambda: start_run(request_in(folder), command, *typed)))

@@ -10,7 +10,7 @@ from gpipe_cli.commands.command_line import parse_command_line, parse_settings
 from gpipe_cli.commands.compose_config import TRAINING_KEYS, apply_overrides, compose, substitute_auto, training_config
 from gpipe_cli.commands.run_request import RunRequest, follow_data
 from gpipe_cli.commands.run_start import start_run
-from gpipe_cli.commands.sweep import make_sweep
+from gpipe_cli.commands.sweep import find_sweep, run_sweep
 from gpipe_cli.config.comments import GROUPS
 from gpipe_cli.config.groups import TARGET, group_choice
 from gpipe_cli.config.settings import (
@@ -29,9 +29,7 @@ from gpipe_cli.reporting.tables.sweep import show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
-    line = parse_command_line("train", arguments)
-    sweep = make_sweep(line, arguments, make_request)
-    line = line if sweep is None else sweep.line
+    line, sweep = find_sweep(parse_command_line("train", arguments))
     line.check_allowed({})
     if line.overrides.get("resume") == RESUME_AUTO and line.options["multirun"]:
         raise InvalidSettingError(
@@ -45,9 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = [f"{group}={group_choice(getattr(saved, group))}" for group in GROUPS if group not in line.overrides]
         line = replace(line, typed=(*line.typed, *chosen), parsed=(*line.parsed, *parse_settings(chosen)))
-    if sweep is not None:
-        sweep.run(line, lambda: show_sweep(sweep.runs))
-        return 1 if any(run.failed for run in sweep.runs) or {run.refused for run in sweep.runs} == {True} else 0
+    if line.is_sweep:
+        runs = run_sweep(line, arguments, sweep, make_request, lambda folder, _, runs: show_sweep(folder, runs))
+        return 1 if any(run.failed for run in runs) or all(run.refused for run in runs) else 0
     cfg = compose(line, TRAINING_KEYS)
     return 0 if cfg is None else start_run(make_request(cfg, line.overrides, saved), "train", *arguments, single=True)
 

@@ -220,26 +220,18 @@ class AugmentationConfig:
 
 
 @dataclass(frozen=True)
-class ImageDatasetOptions:
-    """Which optional settings an image data set has. A set that `data/images.py` does not know by name is read by
-    `read(dataset, seed)` in `data/NAME.py`, which returns the training and the test `Samples`."""
+class DatasetOptions:
+    """Which optional settings a data set has. A set that `data/images.py` or `data/text.py` does not know by name is
+    read by `data/NAME.py`, whose `read` returns the training and the test data: `Samples` from `read(dataset, seed)` of
+    images, documents or `Pairs` from `read(dataset)` of text."""
 
-    root: bool = True  # the images are read from dataset.root
+    root: bool = True  # the data are read from dataset.root
     synthetic: bool = False  # the settings give the number of samples
-    download: bool = False
+    folders: bool = False  # the splits are folders or files, and there may be another, the validation set
+    download: bool = False  # this and the next two: of images
     partial: bool = False
     masks: bool = False  # a target is the class of every pixel
-    folders: bool = False  # the splits are folders, and there may be another, the validation set
-
-
-@dataclass(frozen=True)
-class TextDatasetOptions:
-    """As `ImageDatasetOptions`, for text; `read(dataset)` returns the training and the test documents, or `Pairs`."""
-
     pairs: bool = False  # documents are pairs of sentences, for translation
-    folders: bool = False  # the splits are folders or files, and there may be another, the validation set
-    root: bool = False
-    synthetic: bool = False
     direction: bool = False
 
     @property
@@ -249,26 +241,26 @@ class TextDatasetOptions:
 
 
 IMAGE_DATASETS = {
-    "digits": ImageDatasetOptions(root=False),
-    "cifar10": ImageDatasetOptions(download=True),
-    "cifar100": ImageDatasetOptions(download=True),
-    "image_folder": ImageDatasetOptions(folders=True),
-    "synthetic_images": ImageDatasetOptions(root=False, synthetic=True),
-    "imagenet": ImageDatasetOptions(partial=True),
-    "stanford_cars": ImageDatasetOptions(partial=True),
-    "oxford_pets": ImageDatasetOptions(download=True, partial=True),
-    "food101": ImageDatasetOptions(download=True, partial=True),
-    "fgvc_aircraft": ImageDatasetOptions(download=True, partial=True),
-    "birdsnap": ImageDatasetOptions(partial=True),
-    "synthetic_masks": ImageDatasetOptions(root=False, synthetic=True, masks=True),
-    "image_masks": ImageDatasetOptions(masks=True, folders=True),
+    "digits": DatasetOptions(root=False),
+    "cifar10": DatasetOptions(download=True),
+    "cifar100": DatasetOptions(download=True),
+    "image_folder": DatasetOptions(folders=True),
+    "synthetic_images": DatasetOptions(root=False, synthetic=True),
+    "imagenet": DatasetOptions(partial=True),
+    "stanford_cars": DatasetOptions(partial=True),
+    "oxford_pets": DatasetOptions(download=True, partial=True),
+    "food101": DatasetOptions(download=True, partial=True),
+    "fgvc_aircraft": DatasetOptions(download=True, partial=True),
+    "birdsnap": DatasetOptions(partial=True),
+    "synthetic_masks": DatasetOptions(root=False, synthetic=True, masks=True),
+    "image_masks": DatasetOptions(masks=True, folders=True),
 }
 TEXT_DATASETS = {
-    "python_docs": TextDatasetOptions(),
-    "text_files": TextDatasetOptions(root=True, folders=True),
-    "cldr": TextDatasetOptions(pairs=True, direction=True),
-    "parallel_text": TextDatasetOptions(pairs=True, root=True, folders=True),
-    "synthetic_text": TextDatasetOptions(synthetic=True),
+    "python_docs": DatasetOptions(root=False),
+    "text_files": DatasetOptions(folders=True),
+    "cldr": DatasetOptions(root=False, pairs=True, direction=True),
+    "parallel_text": DatasetOptions(pairs=True, folders=True),
+    "synthetic_text": DatasetOptions(root=False, synthetic=True),
 }
 if TYPE_CHECKING:
     ImagesName = str

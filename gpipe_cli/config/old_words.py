@@ -36,9 +36,11 @@ def update_words(value: Any, key: str = "") -> Any:
     return value
 
 
-def update_argument(argument: str) -> str:
-    """A typed setting, `++cost=figures,measured`, in today's words."""
+def update_argument(argument: str, command: str) -> str:
+    """A setting, `++cost=figures,measured`, that was typed at a command, in today's words."""
     key, equals, value = argument.partition("=")
+    if key == "scale" and command != "reproduce":  # the only setting here that most commands refuse
+        return argument
     for old, new in VALUES.get(key.lstrip("+"), {}).items():
         value = re.sub(rf"\b{old}\b", new, value)
     return key + equals + value

@@ -314,13 +314,6 @@ class ExportSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportConfig(ExportSettings):
-    """The settings of `gpipe export`. training: the run's, as for an evaluation; ema_decay=0 if averages=false."""
-
-    training: TrainConfig
-
-
-@dataclass(frozen=True, slots=True)
 class BenchSettings:
     """What `conf/bench.yaml` adds to the settings of `gpipe train`."""
 

@@ -26,7 +26,7 @@ from torch import nn
 from gpipe_cli.assembly.build import MEMORY_FORMATS, outputs_of, timm_name
 from gpipe_cli.assembly.loss import NO_TOTALS
 from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, group_choice
-from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
+from gpipe_cli.config.settings import ExportSettings, Format, TrainConfig
 from gpipe_cli.data.images import centre_crop_ratio, find_images
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import BlockedOn
@@ -50,21 +50,23 @@ from gpipe_cli.training.train_loop import to_scores
 from gpipe_cli.units import plural
 
 
-def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int, process: WorkerProcess) -> None:
-    """Write the model of a checkpoint to `file`, and report it.
+def write_model(
+    settings: ExportSettings, config: TrainConfig, checkpoint: Path, file: Path, process: WorkerProcess
+) -> None:
+    """Write the model of a checkpoint to `file`, and report it; `config`: the run's settings, with `threads`.
 
     Raises InputError for a model that cannot be exported in this format, and for missing evaluation data.
     """
     control, _ = process.connect()
     with control.blocked_on(BlockedOn.COMPILER):  # minutes, for a large model
-        model = whole_model(config.training, checkpoint)
-        facts = _file_metadata(config, checkpoint, model)
+        model = whole_model(config, checkpoint)
+        facts = _file_metadata(config, Path(settings.run), checkpoint, model)
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
-        by_timm = _timm_arguments(config.training) is not None
+        by_timm = _timm_arguments(config) is not None
         # a layer made of timm's modules holds them under their names in timm's whole network
         tensors = {name.partition(".")[2] if by_timm else name: tensor for name, tensor in model.state_dict().items()}
         contents = plural(len(tensors), "tensor")
-        match config.format:
+        match settings.format:
             case "safetensors":  # which refuses a tensor under two names
                 once = {name: tensor for name, tensor in tensors.items() if name not in facts.get("tied", {})}
                 write_atomic(file, safetensors_parts(_make_contiguous(once), {"format": "pt", **texts}))
@@ -73,46 +75,47 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
                 torch.save({"state_dict": _make_contiguous(tensors), "metadata": facts}, content)
                 write_atomic(file, [content.getbuffer()])
             case "onnx":
-                serialized, any_batch = onnx_content(config.training, model, texts, threads)
+                assert config.threads is not None
+                serialized, any_batch = onnx_content(config, model, texts, config.threads)
                 write_atomic(file, serialized)
                 contents = "for batches of any size" if any_batch else "for one sample at a time"
             case "hf":
-                more, dataset = saved_tokenizer(Path(config.run)), config.training.dataset
+                more, dataset = saved_tokenizer(Path(settings.run)), config.dataset
                 if isinstance(dataset, ImagesConfig):
                     more[PREPROCESSOR] = preprocessor_config(dataset)
                 classes = facts.get("classes", [])
-                contents = plural(write_folder(config.training.model.name, model, file, more, classes), "tensor")
+                contents = plural(write_folder(config.model.name, model, file, more, classes), "tensor")
     content_bytes = sum(path.stat().st_size for path in ([file] if file.is_file() else file.rglob("*")))
-    process.report(events.ModelWritten(content_bytes, contents, _load_expression(config, file)))
+    process.report(events.ModelWritten(content_bytes, contents, _load_expression(config, settings.format, file)))
 
 
 def _make_contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-def _file_metadata(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict[str, Any]:
+def _file_metadata(config: TrainConfig, run: Path, checkpoint: Path, model: nn.Sequential) -> dict[str, Any]:
     """The file's metadata: strings, numbers, lists and dictionaries; the names of classes only if they are known."""
-    run = config.training
-    settings = {key: value for key, value in asdict(run.model).items() if key not in ("pretrained", "weights")}
-    arguments = _timm_arguments(run)
+    settings = {key: value for key, value in asdict(config.model).items() if key not in ("pretrained", "weights")}
+    arguments = _timm_arguments(config)
+    dataset = config.dataset
     index = read_index(checkpoint)
     facts: dict[str, Any] = {
-        "model": group_choice(run.model) if arguments is None else arguments["model_name"],
+        "model": group_choice(config.model) if arguments is None else arguments["model_name"],
         "settings": settings,
-        "outputs": outputs_of(run),
-        "dataset": run.dataset.name,
+        "outputs": outputs_of(config),
+        "dataset": dataset.name,
         "step": index.progress.step,
-        "averaged": bool(run.ema_decay and index.progress.ema_updates),
+        "averaged": bool(config.ema_decay and index.progress.ema_updates),
     }
     if tied := canonical_names(find_ties(model)):  # a name -> the name of the same tensor in the file
         facts["tied"] = tied
-    if not isinstance(run.dataset, ImagesConfig):
-        return facts | _tokenizer_metadata(Path(config.run))
-    facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_crop_ratio(run.dataset)}
-    facts |= {"mean": list(run.dataset.mean), "std": list(run.dataset.std), "interpolation": run.dataset.interpolation}
+    if not isinstance(dataset, ImagesConfig):
+        return facts | _tokenizer_metadata(run)
+    facts |= {"image_size": dataset.image_size, "centre_crop": centre_crop_ratio(dataset)}
+    facts |= {"mean": list(dataset.mean), "std": list(dataset.std), "interpolation": dataset.interpolation}
     if (classes := index.classes) is None:  # a run of an older version: the data's present classes, if it is there
         with suppress(InputError):
-            classes = find_images(replace(run.dataset, download=False), run.seed)[0].class_names
+            classes = find_images(replace(dataset, download=False), config.seed)[0].class_names
     return facts | ({"classes": list(classes)} if classes else {})
 
 
@@ -134,10 +137,10 @@ def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
     return {"model_name": name, **timm_arguments(name, num_classes=classes, image_size=dataset.image_size)}
 
 
-def _load_expression(config: ExportConfig, file: Path) -> str:
+def _load_expression(config: TrainConfig, file_format: Format, file: Path) -> str:
     """The Python expression that reads the file in its format."""
-    arguments = _timm_arguments(config.training)
-    match config.format:
+    arguments = _timm_arguments(config)
+    match file_format:
         case "onnx":
             return f"onnxruntime.InferenceSession({str(file)!r})"
         case "hf":

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from gpipe_cli.config.pipeline_settings import Affects
 from gpipe_cli.config.settings import flatten, settings_not_affecting
-from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, format_value
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, SIGPIPE_EXIT, STOPPED, format_value
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle_share
 from gpipe_cli.reporting.run.lines import print_fields, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
@@ -49,39 +49,56 @@ _SHORT = ("devices", "executor", "threads", "kind")  # resolved values shown as 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a sweep, after its end."""
+    """A run of a sweep, as sweep.json records it; of several with the same `run` and `round`, the last counts."""
 
-    differs: str  # `micro_batches=4`
-    folder: Path
-    exit_code: int
-    seconds: float
-    result: RunResult | None  # None: the run wrote none
-    number: int = 1  # position in the sweep; the first is 1
-    round: int = 1  # round of the sweep; the first is 1
-    settings: dict[str, Any] = field(default_factory=dict)  # settings that differ between runs
+    run: int  # number of its cell within the sweep; the first is 1, the baseline of measurements 0
+    round: int  # the first is 1
+    name: str  # the settings that differ: `micro_batches=4`
+    folder: str  # its name within the sweep's folder
+    exit_code: int | None = None  # None: it has not ended, or the sweep was killed before it did
+    seconds: float = 0.0
     error: str = ""  # one line, if it failed
+    settings: dict[str, Any] = field(default_factory=dict)  # as in `name`; neither is in sweep.json
+    result: RunResult | None = None  # None: the run wrote none
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.run, self.round
+
+    @property
+    def is_complete(self) -> bool:
+        return self.result is not None and self.result.status in ("completed", "dry_run")
+
+    @property
+    def effective_code(self) -> int:
+        """Its exit code; 0 even if it was interrupted while it drew pictures, INTERRUPTED for all that ends early."""
+        if self.is_complete:
+            return 0
+        if self.exit_code is None or self.exit_code in (STOPPED, SIGPIPE_EXIT):
+            return INTERRUPTED
+        return self.exit_code
 
     @property
     def refused(self) -> bool:
         """Whether its settings are impossible together; the run did not begin."""
-        return self.exit_code == BAD_INPUT and self.result is None
+        return self.effective_code == BAD_INPUT and self.result is None
 
     @property
     def failed(self) -> bool:
-        return self.exit_code != 0 and not self.refused
+        return self.effective_code != 0 and not self.refused
 
     @property
     def status(self) -> str:
-        if self.exit_code == INTERRUPTED:
+        if self.effective_code == INTERRUPTED:
             return "interrupted"
         if self.refused:
             return "impossible"
-        return f"failed ({self.exit_code})" if self.failed else self.result.status if self.result else "completed"
+        return f"failed ({self.effective_code})" if self.failed else self.result.status if self.result else "completed"
 
 
-def show_sweep(runs: Sequence[Run]) -> None:
+def show_sweep(folder: Path, runs: Sequence[Run]) -> None:
     """Prints a row for each run, the errors of those that failed, and the command that compares those with a result."""
-    runs = sorted(runs, key=lambda run: run.number)
+    runs = sorted(runs, key=lambda run: run.run)
     # A sweep over images and text has the columns of both. Text has tokens/s, as its samples differ in length.
     texts = {run.result.text for run in runs if run.result} or {False}
     measures = select_metrics("validation_top1", "test_top1", "samples_per_second") if False in texts else []
@@ -89,7 +106,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
     chosen_by = any(run.result.validation for run in runs if run.result)
     measures = [metric for metric in measures if chosen_by or not metric.key.startswith("validation")]
     cuts = {key: [_cut_value(run, key) for run in runs] for key in SYMBOLS}
-    columns = [Column("run", cells=[str(run.number) for run in runs], number=True)]
+    columns = [Column("run", cells=[str(run.run) for run in runs], number=True)]
     columns += [
         Column(SYMBOLS[key], cells=[_format_cell(value) for value in values], number=True)
         for key, values in cuts.items()
@@ -100,7 +117,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
         not run.settings or any(key not in cuts or cuts[key][at] != value for key, value in run.settings.items())
         for at, run in enumerate(runs)
     ):
-        columns.append(Column("what differs", cells=[run.differs for run in runs]))
+        columns.append(Column("what differs", cells=[run.name for run in runs]))
     columns.append(Column("status", cells=[run.status for run in runs]))
     names = len(columns)
     columns += [
@@ -118,12 +135,11 @@ def show_sweep(runs: Sequence[Run]) -> None:
     seconds = METRICS["seconds"]
     columns.append(Column.of_measure(seconds, [seconds.value(run.result) for run in runs]))
     console = Console()
-    folder = runs[0].folder.parent
     console.rule(Text(f"sweep {folder}"), align="left")
     show_table(console, Table("", columns, names), elsewhere=f"gpipe compare {shlex.quote(str(folder))} format=csv")
     for run in runs:
         if run.error:
-            show_text(console, f"run {run.number}: {run.error}")
+            show_text(console, f"run {run.run}: {run.error}")
     if by_threads:
         print_fields(console, [("threads", f"different numbers per process: {by_threads}")])
     if len(results) > 1:
@@ -140,31 +156,23 @@ def _format_cell(value: Any) -> str:
     return "-" if value is None else format_value(value)
 
 
-def show_remaining(planned: int, runs: Sequence[Run], resume_command: str) -> None:
-    """Shows how many runs of a sweep are left, and the command that resumes it; nothing if all have succeeded."""
-    left = planned - len(runs)
-    if left > 0 or any(run.failed for run in runs):
-        rest = f"{left} of {planned} not run; " if left > 0 else ""
-        Console().print(Text(f"{rest}resume with  {resume_command}"), soft_wrap=True)
-
-
 def bench_status(run: Run) -> str:
     """The status of a row: measured | impossible | out_of_memory | failed | interrupted."""
-    return _ENDS.get(run.exit_code) or ("out_of_memory" if _NO_MEMORY.search(run.error) else "failed")
+    return _ENDS.get(run.effective_code) or ("out_of_memory" if _NO_MEMORY.search(run.error) else "failed")
 
 
 def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -> BenchTable:
     """The content of bench.json for the runs so far; runs with the same number are the rounds of one cell. `baseline`:
     the number of the cell whose speed is 1 for the others; None: the first that was measured."""
-    cells = [list(cell) for _, cell in groupby(sorted(runs, key=attrgetter("number")), attrgetter("number"))]
+    cells = [list(cell) for _, cell in groupby(sorted(runs, key=attrgetter("run")), attrgetter("run"))]
     measured = [[run for run in cell if run.result and bench_status(run) == "measured"] for cell in cells]
-    numbers = [cell[0].number for cell in cells]
+    numbers = [cell[0].run for cell in cells]
     first = next((runs for n, runs in zip(numbers, measured, strict=True) if runs and baseline in (None, n)), [])
     varies = list(dict.fromkeys(key for cell in cells for key in cell[0].settings))
     auto = [key for key in varies if any(cell[0].settings.get(key) == AUTO for cell in cells)]
     resolved = _differing_values(measured, {*varies} - {*auto}, auto)
     rows = (
-        replace(_row(cell, medians, first, differing), baseline=baseline == cell[0].number)
+        replace(_row(cell, medians, first, differing), baseline=baseline == cell[0].run)
         for cell, medians, differing in zip(cells, measured, resolved, strict=True)
     )
     return BenchTable(tuple(varies), rounds, tuple(rows))
@@ -244,7 +252,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
         kind=max((str(result.samples_per_second_kind) for result in results), default=None),
         executor=results[0].executor if results else None,
         threads=results[0].threads if results else None,
-        folders=tuple(run.folder.name for run in cell if run.result),
+        folders=tuple(run.folder for run in cell if run.result),
         resolved=resolved,
         tokens_per_second=median_of("tokens_per_second"),
         tokens_per_second_quartiles=combine_rounds("tokens_per_second_quartiles", median),
