@@ -26,6 +26,9 @@ LONGEST = (
 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 
+# Torch would try each set of vector instructions of the CPU in a separate Python, which imports torch.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have most tests
