@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 from training_runs import (
     NAMED,
+    SMALL,
     TINY,
     assert_same_tensors,
     children,
@@ -36,10 +37,7 @@ from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-RUN = [
-    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "hardware=cpu", "epochs=10000",
-    "evaluate_every_epochs=10000", "checkpoint.every_steps=1",
-]  # fmt: skip
+RUN = [*SMALL, "hardware=cpu", "epochs=10000", "evaluate_every_epochs=10000", "checkpoint.every_steps=1"]
 IN_PROCESS = ["partitions=1", "executor=in_process"]
 
 

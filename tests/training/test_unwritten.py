@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_runs import (
     NAMED,
-    TINY,
+    SMALL,
     command,
     command_struck,
     configure,
@@ -21,10 +21,7 @@ from training_runs import (
 from gpipe_cli.results.files import RESULT_FILE, read_result
 from gpipe_cli.system.forked_call import Fork
 
-RUN = [
-    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "partitions=2",
-    "executor=in_process",
-]  # fmt: skip
+RUN = [*SMALL, "partitions=2", "executor=in_process"]
 
 
 def test_a_run_continues_without_its_pictures_and_not_without_its_checkpoints_and_result(
