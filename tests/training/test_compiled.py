@@ -30,12 +30,11 @@ SETTINGS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For this process and for workers, whose server is started again."""
+    """For this process and for workers, whose server is started again; those of later tests may have it too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         fork_server.kill()
         yield
-        fork_server.kill()
 
 
 @needs_compiler
