@@ -13,18 +13,23 @@ import pytest
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
-    "test_notebooks", "test_torchrun", "test_compiled", "test_quoted_lines", "test_check_matrix", "test_measurements",
-    "test_hugging_face", "test_train_loop", "test_readme", "test_failures", "test_machine_timing", "test_text",
-    "test_consistency", "test_fine_tuning", "test_reproduce_command", "test_pipeline", "test_laws", "test_races",
-    "test_resuming", "test_what_belongs_to_a_run", "test_sweep", "test_plan_command", "test_check_against",
-    "test_check_command", "test_replicas", "test_timm", "test_deadlocks", "test_training", "test_cli", "test_bench",
-    "test_slurm", "test_extending", "test_skips", "test_tied_weights", "test_unwritten",
-    "test_background_writer", "test_notebook_objects", "test_next_commands", "test_random_orders",
+    "test_notebooks", "test_torchrun", "test_compiled", "test_quoted_lines", "test_measurements", "test_check_matrix",
+    "test_pipeline", "test_failures", "test_readme", "test_hugging_face", "test_graphs", "test_what_belongs_to_a_run",
+    "test_resuming", "test_machine_timing", "test_help_command", "test_imports", "test_train_loop", "test_text",
+    "test_laws", "test_races", "test_fine_tuning", "test_reproduce_command", "test_consistency", "test_published",
+    "test_sweep", "test_cli", "test_replicas", "test_extending", "test_contributing", "test_forks", "test_supervisor",
+    "test_plan_command", "test_check_against", "test_check_command", "test_unwritten", "test_saved_activations",
+    "test_timm", "test_deadlocks", "test_bench", "test_names", "test_tokenizer", "test_chrome_trace", "test_view",
+    "test_engine", "test_background_writer", "test_auto_settings", "test_compare_command", "test_slurm", "test_skips",
+    "test_tied_weights", "test_notebook_objects", "test_next_commands", "test_random_orders", "test_stage_graphs",
 )  # fmt: skip
 
 # Commands start their own processes, also where the tests themselves are started by something that sets these.
 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
+
+# Torch would try each set of vector instructions of the CPU in a separate Python, which imports torch.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:

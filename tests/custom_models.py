@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,15 +42,16 @@ def small(width: int = 6) -> nn.Sequential:
     )
 
 
-def small_without(calls: Sequence[str], error: int) -> nn.Sequential:
-    """`small`; from now on each call `module.function` fails in this process, as on a disk that does not offer it."""
+def small_without(calls: Mapping[str, int]) -> nn.Sequential:
+    """`small`; from now on each call `module.function` fails in this process with that error, as on a disk that does
+    not offer it."""
 
-    def refuse(*_: object, **__: object) -> NoReturn:
+    def refuse(error: int, *_: object, **__: object) -> NoReturn:
         raise OSError(error, os.strerror(error))
 
-    for call in calls:
+    for call, error in calls.items():
         module, _, name = call.rpartition(".")
-        setattr(importlib.import_module(module), name, refuse)
+        setattr(importlib.import_module(module), name, functools.partial(refuse, error))
     return small()
 
 

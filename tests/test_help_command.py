@@ -4,7 +4,7 @@ import contextlib
 import re
 
 import pytest
-from training_runs import TINY, command
+from training_runs import SMALL, command
 
 from gpipe_cli.commands.help import glossary, topics
 
@@ -68,7 +68,7 @@ def test_pictures_have_figures_of_the_schedules_themselves(
 
 def test_every_word_that_a_run_prints_is_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
     """`gpipe help measured_contended` knew nothing, and `imbalance` was another number than the one that is printed."""
-    images = [*TINY, "dataset.num_classes=6", "partitions=2", "max_steps=1"]
+    images = [*SMALL, "partitions=2", "max_steps=1"]
     assert command("train", *images) == 0
     assert command("bench", *images[:-1], "steps=1", "warm_up_steps=0") == 0
     words = {"measured_contended", "measured_one_device", "measured"}

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from launch.test_forks import COUNTING, assert_forked_without_threads
 
 PACKAGE = Path(__file__).parent.parent / "gpipe_cli"
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -134,15 +135,20 @@ sys.addaudithook(watch)
 """
 
 
-def test_nothing_is_imported_that_the_first_step_does_not_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_imports_nothing_that_its_first_step_does_not_need_and_no_process_forks_while_it_has_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the parent, the fork server, the stages and the loaders. Importing torch._dynamo took as long as torch."""
-    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    (tmp_path / "sitecustomize.py").write_text(WATCH + COUNTING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("FORKS", str(tmp_path / "forks"))
     tiny = ["model.normal_cells=3", "model.filters=4", "max_steps=1", "hardware=cpu", "run_folder=run"]
+    tiny += ["partitions=2", "data_workers=1"]
     subprocess.run([sys.executable, "-m", "gpipe_cli", "train", *tiny], cwd=tmp_path, check=True)
     imported = [line.split() for line in (tmp_path / "imported").read_text().splitlines()]
     assert not {name for name, late in imported if late == "False" or is_of(name, *NEVER)}
     assert {name for name, _ in imported} >= {"matplotlib.axes", "tensorboard"}, "what is imported is seen"
+    assert_forked_without_threads(tmp_path / "forks", {"fork_server.py", "loading.py"})
 
 
 def test_hydra_is_known_to_settings_and_commands_only() -> None:

@@ -1,6 +1,6 @@
 """The notebooks of recipes/notebooks run as they are shipped, and with the solutions of their exercises.
 
-A solution lies in the metadata of the cell that has its stub. Each notebook is run once: the stub, a wrong answer and
+A solution lies in the metadata of the cell that has its stub. Each cell is run once: the stub, a wrong answer and
 the solution of an exercise follow each other, each with the check below it.
 """
 
@@ -50,37 +50,35 @@ def exercises(notebook: Any) -> Iterator[tuple[Any, Any, str]]:
             yield stub, check, re.findall(r'^check\("(\w+)", ', check.source)[0]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the recipes, so that outputs are not left in the repository."""
-    copy = tmp_path_factory.mktemp("clone") / "recipes"
-    shutil.copytree(ROOT / "recipes", copy, ignore=shutil.ignore_patterns("pictures", "measurements", "outputs"))
-    return copy / "notebooks"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_runs_and_every_check_tells_right_from_wrong(path: Path, folder: Path) -> None:
-    notebook = read(path)
-    names = []
-    for stub, check, name in [*exercises(notebook)]:
-        at = notebook.cells.index(check) + 1
-        answers = [nbformat.v4.new_code_cell(source) for source in (WRONG[name], stub.metadata["solution"])]
-        notebook.cells[at:at] = [one for cell in answers for one in (cell, nbformat.v4.new_code_cell(check.source))]
-        names.append(name)
-    where = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(notebook, timeout=60 * MINUTES, kernel_name="python3", resources=where).execute()
+def test_every_cell_runs_and_every_check_tells_right_from_wrong(tmp_path: Path) -> None:
+    """Of all notebooks, one after another in one kernel, which forgets every name between them: to start one and
+    import torch takes as long as the cells."""
+    folder = tmp_path / "recipes"  # a copy, so that outputs are not left in the repository
+    shutil.copytree(ROOT / "recipes", folder, ignore=shutil.ignore_patterns("pictures", "measurements", "outputs"))
+    together, names = nbformat.v4.new_notebook(), []
+    notebooks = [read(path) for path in NOTEBOOKS]
+    for notebook in notebooks:
+        for stub, check, name in [*exercises(notebook)]:
+            at = notebook.cells.index(check) + 1
+            answers = [nbformat.v4.new_code_cell(source) for source in (WRONG[name], stub.metadata["solution"])]
+            notebook.cells[at:at] = [one for cell in answers for one in (cell, nbformat.v4.new_code_cell(check.source))]
+            names.append(name)
+        together.cells += [*notebook.cells, nbformat.v4.new_code_cell("%reset -f")]
+    where = {"metadata": {"path": str(folder / "notebooks")}}
+    nbclient.NotebookClient(together, timeout=60 * MINUTES, kernel_name="python3", resources=where).execute()
     printed = "".join(
         output.text
-        for cell in notebook.cells
+        for cell in together.cells
         if cell.cell_type == "code"
         for output in cell.outputs
         if output.output_type == "stream" and output.name == "stdout"
     )
     answered = re.findall(r"^exercise (\w+): (not answered yet|not yet|right)", printed, re.MULTILINE)
     assert answered == [(name, word) for name in names for word in ("not answered yet", "not yet", "right")], printed
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
-    assert any("<iframe srcdoc=" in output.data.get("text/html", "") for output in shown) or path.stem == "5_table_2"
+    for path, notebook in zip(NOTEBOOKS, notebooks, strict=True):
+        shown = [output for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+        assert any("<iframe srcdoc=" in one.data.get("text/html", "") for one in shown) or path.stem == "5_table_2"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from training_runs import TINY
+from training_runs import SMALL
 
 from gpipe_cli.cli import main
 from gpipe_cli.results.files import read_result
@@ -45,28 +46,28 @@ PROGRAMS = [program for program in blocks("python")[1:] if "optuna" not in progr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_run_alone_and_under_torchrun(program: str) -> None:
+def test_programs_run_alone_and_under_torchrun(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each of the processes prints what one alone prints, besides Gloo's greetings in torch 2.9. To a file of its own:
     torchrun starts Python unbuffered, a line's end is written apart, and two processes' lines once ran into each
     other."""
     Path("program.py").write_text(program)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    alone, _ = (
-        subprocess.run([sys.executable, *starter, "program.py"], capture_output=True, text=True, check=True,
-                       env=os.environ | {"OMP_NUM_THREADS": "1"}).stdout
-        for starter in ([], [*torchrun, "--log-dir=logs", "--redirects=1"])
-    )  # fmt: skip
-    assert alone
+    command = [sys.executable, *torchrun, "--log-dir=logs", "--redirects=1", "program.py"]
+    subprocess.run(command, capture_output=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     printed = [file.read_text() for file in Path("logs").rglob("stdout.log")]
+    runpy.run_path("program.py", run_name="__main__")
+    alone = capsys.readouterr().out
+    assert alone
     assert [re.sub(r"^\[Gloo\] .*\n", "", text, flags=re.MULTILINE) for text in printed] == [alone, alone]
 
 
 @pytest.mark.slow
 def test_a_search_learns_from_the_runs_before() -> None:
     pytest.importorskip("optuna", "4")
-    tiny = ", ".join(map(repr, [*TINY, "partitions=1", "hardware=cpu", "max_steps=1"]))
+    tiny = ", ".join(map(repr, [*SMALL, "partitions=1", "hardware=cpu", "max_steps=1"]))
     Path("program.py").write_text(SEARCH.replace('"epochs=3"', tiny).replace("n_trials=20", "n_trials=2"))
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)  # where custom_models.py is
     ended = subprocess.run([sys.executable, "program.py"], env=environment, capture_output=True, text=True, check=True)
     found = re.search(r"\{'momentum': 0\.\d+\} (.*)", ended.stdout)
     assert found is not None

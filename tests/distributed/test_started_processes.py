@@ -39,6 +39,7 @@ def left_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The variables of another program, in two processes; a message names a wait immediately."""
     store.cache_clear()
     monkeypatch.setattr(rendezvous, "_REPORT_AFTER_SECONDS", 0)
+    monkeypatch.setattr("gpipe_cli.cli.RANK_ZERO_GRACE_SECONDS", 0)
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)):

@@ -28,19 +28,21 @@ os.register_at_fork(after_in_parent=count)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds threads in /proc")
-@pytest.mark.parametrize("values", ["2", "1,2"], ids=["run", "sweep"])
-def test_no_process_forks_while_it_has_threads(values: str, tmp_path: Path) -> None:
+def test_no_process_of_a_sweep_forks_while_it_has_threads(tmp_path: Path) -> None:
     """Each run has two workers, one of which has a loader process. A command outside a terminal has a thread that
-    tells of long phases, as of imports."""
+    tells of long phases, as of imports. A single run is watched in test_imports.py."""
     (tmp_path / "sitecustomize.py").write_text(COUNTING)
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     environment = os.environ | {"PYTHONPATH": paths, "FORKS": str(tmp_path / "forks")}
-    where = f"hydra.sweep.dir={tmp_path / 'sweep'}" if "," in values else f"run_folder={tmp_path / 'run'}"
-    settings = [*SMALL, "partitions=2", "executor=distributed", "data_workers=1", "epochs=1", f"micro_batches={values}"]
-    command = [sys.executable, "-m", "gpipe_cli", "train", *settings, where, *(["-m"] if "," in values else [])]
+    settings = [*SMALL, "partitions=2", "executor=distributed", "data_workers=1", "epochs=1", "micro_batches=1,2"]
+    command = [sys.executable, "-m", "gpipe_cli", "train", "-m", *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    forks = (tmp_path / "forks").read_text().splitlines()
-    of_sweeps = {"forked_call.py"} if "," in values else set()
-    assert {line.split()[0] for line in forks} == {"fork_server.py", "loading.py"} | of_sweeps
+    assert_forked_without_threads(tmp_path / "forks", {"fork_server.py", "loading.py", "forked_call.py"})
+
+
+def assert_forked_without_threads(file: Path, forking: set[str]) -> None:
+    """`file`: what COUNTING wrote; `forking`: the files of the package that call os.fork."""
+    forks = file.read_text().splitlines()
+    assert {line.split()[0] for line in forks} == forking
     assert [line for line in forks if line.split()[1] != "1"] == []

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_check_matrix import run_here
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
+from gpipe_cli.commands import check_run
 from gpipe_cli.errors import InvalidSettingError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.models.drop_path import ScheduledDropPath
@@ -28,20 +30,17 @@ SETTINGS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For this process and for workers, whose server is started again. Torch would try each set of vector instructions
-    of the CPU in a separate Python, which imports torch."""
-    from torch._inductor import config as inductor
-
-    with pytest.MonkeyPatch.context() as patch, inductor.patch("cpp.vec_isa_ok", True):
+    """For this process and for workers, whose server is started again; those of later tests may have it too."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
         fork_server.kill()
         yield
-        fork_server.kill()
 
 
 @needs_compiler
-def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_laws_hold_in_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One partition of which nothing is recomputed, and three of which all is, in a worker that finds what was
     compiled: the same bits, with batch norm and dropout; equal layers are compiled once. Only the last digits differ
     from compile=false."""
@@ -68,6 +67,7 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFi
         torch.testing.assert_close(tensor, uncompiled[name], rtol=1e-3, atol=1e-5, msg=name)
     compiled = read_result(tmp_path / "cut")["compiled"]
     assert (compiled["graphs"], compiled["found"] > 0) == (3, True)
+    monkeypatch.setattr(check_run, "run_task", run_here)
     one_sample = ["micro_batches=1", "batch_size=1", "partitions=2", "executor=in_process"]
     assert command("check", *SETTINGS, *one_sample) == 0
     assert "plain PyTorch is compared with compile=false only" in capsys.readouterr().out

@@ -199,17 +199,6 @@ def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:
     assert any(step.gradient_norm > 0.05 for step in of_type(heard, StepDone)), "clipping never acted"
 
 
-def test_a_run_is_not_both_resumed_and_fine_tuned(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    given = ["train", *DIGITS, HERE, f"run_folder={run}", f"init_from={source}"]
-    assert command(*given, f"resume={source}") == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"gpipe train: init_from={source}: the run that is resumed has its weights")
-    assert not run.exists()
-
-
 def test_a_run_remembers_only_where_it_came_from(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

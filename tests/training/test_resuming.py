@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 from training_runs import (
     NAMED,
+    SMALL,
     TINY,
     assert_same_tensors,
     children,
@@ -36,10 +37,7 @@ from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.files import list_checkpoints, step_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-RUN = [
-    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "hardware=cpu", "epochs=10000",
-    "evaluate_every_epochs=10000", "checkpoint.every_steps=1",
-]  # fmt: skip
+RUN = [*SMALL, "hardware=cpu", "epochs=10000", "evaluate_every_epochs=10000", "checkpoint.every_steps=1"]
 IN_PROCESS = ["partitions=1", "executor=in_process"]
 
 
@@ -221,13 +219,13 @@ def test_what_a_killed_start_has_left_is_begun_again_and_what_is_not_ours_stays(
         ([], "resume=auto"),
         ([f"run_folder={tmp_path / 'mine'}"], f"run_folder={tmp_path / 'mine'}"),
         ([f"run_folder={run}", "seed=9", "max_steps=2"], "seed=9"),
-        ([f"run_folder={run}", f"init_from={run}"], f"init_from={run}"),
+        ([f"run_folder={run}", f"init_from={run}"], f"init_from={run}: the run that is resumed has its weights"),
         (["-m", "seed=1,2"], "resume=auto"),
     ):
         capsys.readouterr()
         assert command(*line, *more) == 2
         said = capsys.readouterr()
-        assert said.err.startswith(f"gpipe train: {setting}: "), said.err
+        assert said.err.startswith(f"gpipe train: {setting}"), said.err
         assert ("model  " in said.out, said.err.count("\n")) == (False, 1)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 

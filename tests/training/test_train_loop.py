@@ -113,20 +113,6 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path, capsys
     assert (second / "checkpoints" / "best").resolve().is_dir(), "the new folder can be evaluated by itself"
 
 
-def test_what_auto_finds_makes_the_same_run(tmp_path: Path) -> None:
-    """An order is searched: over two processes, and in this one, where all stages take turns."""
-    settings = [*QUICK, "epochs=1", "micro_batches=4"]
-    train_here(configure(*settings, "schedule=1f1b", "partitions=1", "executor=in_process"), tmp_path / "whole")
-    settings += ["schedule=auto", "partitions=4"]
-    folder = tmp_path / "two"
-    both = ["executor=distributed", "stages_per_process=2", "hardware=h100", f"run_folder={folder}"]
-    assert command("train", *settings, *both) == 0
-    assert {part["process"] for part in read_result(folder)["partitions"]} == {0, 1}
-    train_here(configure(*settings, "executor=in_process"), tmp_path / "one")
-    for name in ("two", "one"):
-        assert_same_tensors(final_tensors(tmp_path / name), final_tensors(tmp_path / "whole"))
-
-
 # of torch's ScheduleZBVZeroBubble and ScheduleDualPipeV; the first as torch writes it unless told `compute_only`
 ZBV = """\
 0UNSHARD,3UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,3RECV_F0,0F2,0SEND_F2,3F0,3RECV_F1,3I0,3SEND_B0,3W0,3F1,3I1,3SEND_B1,\
@@ -142,28 +128,29 @@ DUAL_PIPE_V = """\
 """
 
 
-def test_placements_and_files_of_torch_make_the_same_run(tmp_path: Path) -> None:
-    """One run of three parts, each over two processes: in a V, by a schedule of torch, looped; and one
-    in this process by torch's other schedule for a V; against one partition."""
+def test_placements_files_of_torch_and_searched_orders_make_the_same_run(tmp_path: Path) -> None:
+    """One run of three parts, each over two processes: in a V, by a schedule of torch, by an order that is searched;
+    and two in this process, where all stages take turns: by torch's other schedule for a V, and by a searched order."""
     settings = [*QUICK, "epochs=1", "micro_batches=4", "schedule=1f1b"]
     train_here(configure(*settings, "partitions=1", "executor=in_process"), tmp_path / "whole")
     for name, text in (("zbv", ZBV), ("dual", DUAL_PIPE_V)):
         Path(f"{name}.csv").write_text(text, encoding="utf-8")
     settings.append("partitions=4")
-    dual = configure(*settings, "executor=in_process", "schedule=dual.csv", "recompute=always")
-    train_here(dual, tmp_path / "dual")
+    for name, schedule in (("dual", "dual.csv"), ("auto", "auto")):
+        here = configure(*settings, "executor=in_process", f"schedule={schedule}", "recompute=always")
+        train_here(here, tmp_path / name)
     begun = [*settings, "executor=distributed"]
     for steps, given, processes in (
         (1, ["placement=v", "stages_per_process=2"], [0, 1, 1, 0]),
         (2, ["placement=null", "stages_per_process=null", "schedule=zbv.csv"], [0, 1, 1, 0]),
-        (3, ["schedule=auto", "stages_per_process=2", "recompute=always"], [0, 1, 0, 1]),
+        (3, ["schedule=auto", "stages_per_process=2", "recompute=always", "hardware=h100"], [0, 1, 0, 1]),
     ):
         folder = tmp_path / f"{steps}"
         assert command("train", *begun, *given, f"max_steps={steps}", f"run_folder={folder}") == 0
         assert [part["process"] for part in read_result(folder)["partitions"]] == processes
         begun = [f"resume={folder}", NAMED]
-    for folder in (tmp_path / "dual", tmp_path / "3"):
-        assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
+    for name in ("dual", "auto", "3"):
+        assert_same_tensors(final_tensors(tmp_path / name), final_tensors(tmp_path / "whole"))
 
 
 def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_runs import (
     NAMED,
-    TINY,
+    SMALL,
     command,
     command_struck,
     configure,
@@ -21,10 +21,7 @@ from training_runs import (
 from gpipe_cli.results.files import RESULT_FILE, read_result
 from gpipe_cli.system.forked_call import Fork
 
-RUN = [
-    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "partitions=2",
-    "executor=in_process",
-]  # fmt: skip
+RUN = [*SMALL, "partitions=2", "executor=in_process"]
 
 
 def test_a_run_continues_without_its_pictures_and_not_without_its_checkpoints_and_result(
@@ -65,28 +62,25 @@ def test_a_run_continues_without_its_pictures_and_not_without_its_checkpoints_an
 
 
 @pytest.mark.parametrize(
-    ("calls", "error"),
+    "calls",
     [
-        (["os.symlink"], errno.EPERM),  # FAT
-        (["os.link"], errno.EOPNOTSUPP),
-        (["os.link", "os.chmod"], errno.EPERM),
-        (["fcntl.flock"], errno.ENOLCK),  # NFS
-        (["os.fsync"], errno.EINVAL),  # SMB, for folders
-        (["os.replace"], errno.EACCES),  # SMB, over a file that another program has open
-        (["os.rename"], errno.ENOSYS),  # object storage, for folders
+        {"os.link": errno.EOPNOTSUPP, "fcntl.flock": errno.ENOLCK},  # NFS
+        {"os.symlink": errno.EPERM, "os.link": errno.EPERM, "os.chmod": errno.EPERM},  # FAT
+        # SMB: over a file that another program has open, and for folders
+        {"os.replace": errno.EACCES, "os.fsync": errno.EINVAL},
+        {"os.rename": errno.ENOSYS},  # object storage, for folders
     ],
+    ids=["NFS", "FAT", "SMB", "objects"],
 )
-def test_a_disk_may_lack_a_call(calls: list[str], error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_may_lack_calls(calls: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fsync, chmod or a rename the run once failed: after its last step, or before the first step when resumed
     in another folder."""
     for call in calls:  # this process also builds the model
         module, _, name = call.rpartition(".")
         monkeypatch.setattr(call, getattr(importlib.import_module(module), name))
     runs = [tmp_path / "run", tmp_path / "other"]
-    lacks = [
-        "model.target=custom_models:small_without",
-        f"model.arguments={{calls: [{','.join(calls)}], error: {error}}}",
-    ]
+    given = ", ".join(f"{call}: {error}" for call, error in calls.items())
+    lacks = ["model.target=custom_models:small_without", f"model.arguments={{calls: {{{given}}}}}"]
     settings = [*RUN, *lacks, "checkpoint.keep=1", "logger=[csv]"]
     assert command("train", *settings, "epochs=2", f"run_folder={runs[0]}") == 0
     assert command("train", f"resume={runs[0]}", lacks[0], f"run_folder={runs[1]}", "epochs=3") == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import NAMED, TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
+from training_runs import NAMED, SMALL, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.distributed.control_group import BlockedOn
@@ -20,9 +20,7 @@ from gpipe_cli.training.checkpoint import background_writer
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
 from gpipe_cli.training.checkpoint.files import list_checkpoints, read_index, staging_dir
 
-RUN = [
-    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "checkpoint.keep=9",
-]  # fmt: skip
+RUN = [*SMALL, "checkpoint.keep=9"]
 
 
 def odd_file(run: Path, step: int, name: str) -> Path:
