@@ -19,7 +19,7 @@ from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import WARM_UP_STEPS, RunContext
 from gpipe_cli.reporting.run.lines import show_error, show_line
-from gpipe_cli.reporting.run.reporter import Reporter, recorded_starts
+from gpipe_cli.reporting.run.reporter import Reporter, starts_so_far
 from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.training import events
@@ -44,7 +44,7 @@ def run_report(
     def describe(ready: events.TrainingReady) -> RunContext:
         commands = None
         if show_next_commands and start is not None:
-            starts = *recorded_starts(folder, config.resume), start
+            starts = starts_so_far(folder, config.resume, start, restarts)
             typed = [shlex.split(begun.command)[2:] for begun in starts]
             commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
         return RunContext(

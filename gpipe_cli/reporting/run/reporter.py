@@ -6,7 +6,7 @@
 import io
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -36,6 +36,7 @@ from gpipe_cli.results.run import (
     IdleShares,
     Partition,
     Prediction,
+    Restart,
     RunResult,
     Start,
     Status,
@@ -355,6 +356,10 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
             plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes, plan.step_range
         )
         shares = asdict(plan.breakdown)
+    starts = starts_so_far(folder, config.resume, run.start, run.restarts)
+    if run.start is not None and run.start is starts[-1]:
+        code = measurement.find_commits(config.model)
+        starts = (*starts[:-1], replace(run.start, first_step=run.ready.first_step, code=code))
     result = RunResult(
         status="running",
         command="bench" if run.bench else "train",
@@ -378,7 +383,7 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         compiled=None if run.ready.compiled is None else asdict(run.ready.compiled),
         graphs=None if run.ready.graphs is None else asdict(run.ready.graphs),
         resumed_from=config.resume,
-        starts=_all_starts(folder, run),
+        starts=starts,
         restarts=run.restarts,
         versions=measurement.read_versions(config.text),
         hardware=measurement.describe_hardware(run.ready.gpu_names, spec.layout.threads),
@@ -389,19 +394,16 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
     return _with_evaluations(result, config, run.ready.test, run.ready.best)
 
 
-def recorded_starts(folder: Path, resume: str | None) -> tuple[Start, ...]:
-    """The starts of a run that begins again in ``folder``, or is resumed from ``resume``, that are recorded there."""
+def starts_so_far(
+    folder: Path, resume: str | None, start: Start | None, restarts: Sequence[Restart]
+) -> tuple[Start, ...]:
+    """The starts that are recorded in ``folder`` or, of a run that is resumed, in ``resume``; then `start`, unless it
+    was recorded before a restart."""
     results = [run_result_or_none(Path(path)) for path in (folder, resume) if path is not None]
-    return next((result.starts for result in results if result is not None), ())
-
-
-def _all_starts(folder: Path, run: RunContext) -> tuple[Start, ...]:
-    """The recorded starts of the run, followed by this start."""
-    earlier = recorded_starts(folder, run.config.resume)
-    if run.start is None or (run.restarts and earlier and earlier[-1].started == run.start.started):
-        return earlier  # they include this start if it was recorded before the restart
-    commits = measurement.find_commits(run.config.model)
-    return (*earlier, replace(run.start, first_step=run.ready.first_step, code=commits))
+    recorded = next((result.starts for result in results if result is not None), ())
+    if start is None or (restarts and recorded and recorded[-1].started == start.started):
+        return recorded
+    return (*recorded, start)
 
 
 def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> str:
