@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 from gpipe_cli.config.settings import TrainConfig, single_device_baseline
 from gpipe_cli.distributed.torchrun_env import Torchrun
@@ -181,10 +181,8 @@ def _stages(cut: Cut) -> tuple[StageCost, ...]:
     """The cost of each stage."""
     costs = cut.costs
     return tuple(
-        replace(
-            StageCost(*map(sum, zip(*map(astuple, costs.layers[first:end]), strict=True))),
-            update_seconds=sum(costs.updates[first:end]),
-            sum_seconds=sum(costs.sums[first:end]),
+        StageCost(*map(sum, zip(*costs.layers[first:end], strict=True)))._replace(
+            update_seconds=sum(costs.updates[first:end]), sum_seconds=sum(costs.sums[first:end])
         )
         for first, end in cut.bounds
     )
@@ -197,20 +195,14 @@ def _edges(cut: Cut) -> dict[tuple[int, int], EdgeCost]:
     for skip in cut.costs.skips:
         ends = stage_of[skip.stash], stage_of[skip.pop]
         if ends[0] < ends[1]:  # a skip to the next stage is in one message with what the next layer gets
-            edge = edges.get(ends, EdgeCost(0.0, 0.0))
-            edges[ends] = EdgeCost(edge.forward_seconds + skip.forward, edge.backward_seconds + skip.backward)
+            forward, backward = edges.get(ends, (0.0, 0.0))
+            edges[ends] = EdgeCost(forward + skip.forward, backward + skip.backward)
     return edges
 
 
 def _ties(cut: Cut) -> tuple[TieCost, ...]:
     """The tied weights, each with its stages."""
-    return tuple(
-        replace(
-            tie,
-            stages=tuple(k for k, (first, end) in enumerate(cut.bounds) if any(first <= at < end for at in tie.stages)),
-        )
-        for tie in cut.costs.ties
-    )
+    return tuple(tie._replace(stages=cut.stages_with(tie.stages)) for tie in cut.costs.ties)
 
 
 def _count_recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:

@@ -280,14 +280,10 @@ class Plan(Cut):
 
     @property
     def ties(self) -> tuple[PlannedTie, ...]:
-        stages_of = [
-            tuple(k for k, (first, end) in enumerate(self.bounds) if any(first <= at < end for at in tied.layers))
-            for tied in self.profile.tied
-        ]
         return tuple(
             PlannedTie(tied.tie.name, stages, tied.gradient_bytes)
-            for tied, stages in zip(self.profile.tied, stages_of, strict=True)
-            if len(stages) > 1
+            for tied in self.profile.tied
+            if len(stages := self.stages_with(tied.layers)) > 1
         )
 
     @cached_property

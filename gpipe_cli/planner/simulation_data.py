@@ -5,7 +5,6 @@ depends on n, the samples of a micro-batch, is a pair: [base, each] for base + e
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -211,8 +210,8 @@ def _costs_of_micro_batches(plan: Plan, max_micro_batches: int) -> dict[str, Any
         "kinds": [kinds[column] for column in columns],
         "of": {
             str(m): {
-                "layers": [astuple(column[at][0])[: 5 if split else 3] for column in kinds],
-                "edges": [[column[at][1].forward_seconds, column[at][1].backward_seconds] for column in kinds],
+                "layers": [column[at][0][: 5 if split else 3] for column in kinds],
+                "edges": [column[at][1] for column in kinds],
                 "skips": [[skip.forward, skip.backward] for skip in costs_offered[at].skips],
             }
             for at, m in enumerate(offered)

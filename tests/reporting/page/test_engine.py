@@ -113,7 +113,7 @@ def costs_of(
 
     keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
     return {
-        "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
+        "stages": [dict(zip(keys, stage, strict=True)) for stage in stages],
         "edges": [sent(edge) for (sender, receiver), edge in edges.items() if receiver == sender + 1],
         "slowdown": slowdown,
         "device_of_stage": device_of_stage,
