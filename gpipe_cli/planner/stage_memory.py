@@ -69,20 +69,9 @@ def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
     return sums + (weights.saved_bytes if on_cpu else 0)
 
 
-@dataclass(frozen=True)
-class _TiedBytes:
-    """By how many bytes a stage with tied weights differs from the sum of its layers; arrays for n stages."""
-
-    weights: Int64Array
-    optimizer: Int64Array
-    received: Int64Array  # gradients of layers in other stages
-
-    @property
-    def total(self) -> Int64Array:
-        return self.weights + self.optimizer + self.received
-
-
-def _tied_bytes(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _TiedBytes:
+def _tied_bytes(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """By how many bytes a stage with tied weights differs from the sum of its layers: of weights, of the optimizer, and
+    of gradients received from other stages; arrays for n stages."""
     none = np.zeros_like(np.asarray(first))
     weights = optimizer = received = none
     for weight in tied:
@@ -91,7 +80,7 @@ def _tied_bytes(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _Tied
         weights = weights - copies * weight.weight_bytes
         optimizer = optimizer - copies * weight.optimizer_bytes
         received = received + np.where(uses > 0, len(weight.layers) - uses, 0) * weight.gradient_bytes
-    return _TiedBytes(weights, optimizer, received)
+    return weights, optimizer, received
 
 
 class MemoryModel:
@@ -125,13 +114,13 @@ class MemoryModel:
 
         def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
             weights = self._profile.weights[first:end]
-            tied = _tied_bytes(self._profile.tied, first, end)
+            tied_weights, tied_optimizer, received = map(int, _tied_bytes(self._profile.tied, first, end))
             return StageMemory(
-                weights_bytes=sum(w.weight_bytes for w in weights) + int(tied.weights),
+                weights_bytes=sum(w.weight_bytes for w in weights) + tied_weights,
                 gradients_bytes=sum(w.gradient_bytes for w in weights),
-                optimizer_bytes=sum(w.optimizer_bytes for w in weights) + int(tied.optimizer),
+                optimizer_bytes=sum(w.optimizer_bytes for w in weights) + tied_optimizer,
                 activations_bytes=saved,
-                buffers_bytes=sum(self.buffers[first:end]) + int(tied.received + self._static(first, end)) + waiting,
+                buffers_bytes=sum(self.buffers[first:end]) + received + int(self._static(first, end)) + waiting,
                 workspace_bytes=int(self.workspace[first:end].max()),
             )
 
@@ -173,15 +162,16 @@ class MemoryModel:
 
     def peak_saved_bytes(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The peak bytes of activations that autograd saves on each stage."""
-        of_stages = [
-            {n: activations.saved_amounts(*span) for n, activations in self._of_size.items()} for span in bounds
-        ]
-        return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
+        return peak_bytes(schedule, self._autograd_amounts(bounds))
 
     def _all_saved_amounts(self, bounds: Bounds) -> list[list[SavedAmounts]]:
         """For each stage, the bytes of each micro-batch in each way to save it."""
         if self.replays:
             return [[held] * len(self._sizes) for held in self.largest(bounds)]
+        return self._autograd_amounts(bounds)
+
+    def _autograd_amounts(self, bounds: Bounds) -> list[list[SavedAmounts]]:
+        """The same, of what autograd saves."""
         of_stages = [
             {n: activations.saved_amounts(*span) for n, activations in self._of_size.items()} for span in bounds
         ]
@@ -237,7 +227,7 @@ class MemoryModel:
 
     def _stored_by(self, first: Layers, end: Layers) -> Int64Array:
         """The bytes that a stage of layers `first` to `end - 1` stores all the time."""
-        stored = self._stored[end] - self._stored[first] + _tied_bytes(self._profile.tied, first, end).total
+        stored = self._stored[end] - self._stored[first] + sum(_tied_bytes(self._profile.tied, first, end))
         return np.asarray(stored + self._static(first, end))
 
     def find_fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> RecomputePlan:
