@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import CONFIG_FILE, Task, TrainConfig, target_of, to_yaml
 from gpipe_cli.errors import error_text
-from gpipe_cli.reporting.page.page import MAX_STEPS, PAGE, write_page
+from gpipe_cli.reporting.page.page import MAX_STEPS, PAGE, PageContext, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle_share
 from gpipe_cli.reporting.run import measurement
@@ -190,12 +190,13 @@ class Reporter:
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         kind, share = self._speed_kind
-        write_page(
-            self._folder / PAGE, title, self._run.simulation, self._pictures, run=str(self._folder),
+        about = PageContext(
             commands=[start.command for start in self._result.starts],
+            run=str(self._folder),
             contended=share if kind == "measured_contended" else None,
             launched=self._run.ready.graphs.fallback_reasons if self._run.ready.graphs else (),
-        )  # fmt: skip
+        )
+        write_page(self._folder / PAGE, title, self._run.simulation, self._pictures, about)
 
     def _add_evaluation(self, message: Evaluated) -> None:
         test = _to_evaluation(self._result.task, message)

@@ -20,7 +20,7 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
-from gpipe_cli.reporting.page.page import write_page
+from gpipe_cli.reporting.page.page import PageContext, write_page
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.dependencies import ScheduleError, check
 from gpipe_cli.schedule.in_flight_memory import SavedAmounts, bytes_per_action, peak_skip_bytes
@@ -55,7 +55,7 @@ def data_of(config: TrainConfig, profile: ModelProfile) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
     path = tmp_path_factory.mktemp("page") / "pipeline.html"
-    write_page(path, "AmoebaNet-D on digits", data_of(*own()), ())
+    write_page(path, "AmoebaNet-D on digits", data_of(*own()), (), PageContext())
     for page in opened_page():
         page.goto(f"file://{path}")
         yield page
