@@ -38,11 +38,6 @@ class Comparison:
     def columns(self) -> Sequence[Column]:
         return *self.settings, *self.results
 
-    @property
-    def labels(self) -> Sequence[str]:
-        """The runs' names; a folder's name follows the number by which texts refer to the run, `3: 12-00-00_K2`."""
-        return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
-
     def refer_to(self, positions: Sequence[int]) -> str:
         """The runs at `positions`: `all runs`; by settings, `partitions=2`; of two, the name; or `runs 1 to 4, 7`."""
         if len(positions) == len(self.runs) > 1:

@@ -77,7 +77,7 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
 
 def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
     assert differing_settings(runs) == ["partitions"]  # though output, run_folder and names of files differ too
-    assert names(runs) == compare(runs).labels == [f"partitions={k}" for k in (1, 2, 4, 16)]
+    assert names(runs) == compare(runs).names == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert names([*runs[:2], runs[1]]) == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
     assert names([runs[1], runs[1]]) == ["partitions=2 #1", "partitions=2 #2"]  # the folder's name: nothing differs
 
