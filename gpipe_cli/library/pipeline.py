@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -609,8 +609,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             raise InputError(f"{call}: the pipeline is in {mode} mode; call pipeline.{other}() before")
 
 
-@dataclass(frozen=True)
-class _MiniBatch:
+class _MiniBatch(NamedTuple):
     """What one pipeline is given of a mini-batch."""
 
     inputs: Tensors | None  # only in the process of the first stage

@@ -8,7 +8,7 @@ plan.json holds a plan's `tree`. Everything in it is predicted: times by a simul
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TrainConfig
@@ -72,8 +72,7 @@ class PlannedStage:
         return asdict(self) | {"memory": memory}
 
 
-@dataclass(frozen=True)
-class PlannedSkip:
+class PlannedSkip(NamedTuple):
     """A long skip from one stage to another, of the largest micro-batch."""
 
     name: str
@@ -82,8 +81,7 @@ class PlannedSkip:
     bytes: int
 
 
-@dataclass(frozen=True)
-class PlannedTie:
+class PlannedTie(NamedTuple):
     """A weight that layers of several stages have; each sends the others its gradient, once a step."""
 
     name: str
@@ -341,8 +339,8 @@ class Plan(Cut):
             "comparisons": [choice.tree() for choice in self.choices],
             "grid": self.grid,
             "files": self.files,
-            "skips": list(map(asdict, self.skips)),
-            "ties": list(map(asdict, self.ties)),
+            "skips": [skip._asdict() for skip in self.skips],
+            "ties": [tie._asdict() for tie in self.ties],
             "placement": placement_name(self.device_of_stage),  # `looped`; None: one without a name
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,

@@ -79,7 +79,7 @@ def simulation_data(plan: Plan) -> SimulationData:
         "skips": [
             {"stash": skip.stash, "pop": skip.pop, "bytes": _skip_bytes(profile, skip)} for skip in profile.skips
         ],
-        "shared": [[pair.first, pair.second, pair.text] for pair in profile.shared],
+        "shared": profile.shared,
         "costs": {
             "source": costs.source,
             "basis": costs.cost_source,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_cli.config.pipeline_settings import Affects
 from gpipe_cli.config.settings import CONFIG_FILE, flatten, run_folders_in, settings_not_affecting
@@ -26,8 +26,7 @@ MAX_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer o
 Plain = str | int | float | None
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """One scalar over the steps of a run, with at least one point."""
 
     steps: tuple[int, ...]
