@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ def costs_of(
         "edges": [sent(edge) for (sender, receiver), edge in edges.items() if receiver == sender + 1],
         "slowdown": slowdown,
         "device_of_stage": device_of_stage,
-        "ties": list(map(asdict, ties)),
+        "ties": [tie._asdict() for tie in ties],
         "skips": [
             {"sender": sender, "receiver": receiver, **sent(edge)}
             for (sender, receiver), edge in edges.items()

@@ -1,6 +1,6 @@
 """What `gpipe plan` writes of a plan, and how it is shown."""
 
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -52,7 +52,7 @@ def test_skips_past_other_stages_are_named_with_their_bytes(tmp_path: Path) -> N
     lines = shown(made, tmp_path)
     first = lines.index("skips        images: stage 0 to 2, 6.0 KiB of each micro-batch")
     assert lines[first + 1] == "             high: stage 0 to 2, 8.0 KiB of each micro-batch"
-    assert read_result(tmp_path, "plan.json")["skips"] == [asdict(skip) for skip in made.skips]
+    assert read_result(tmp_path, "plan.json")["skips"] == [skip._asdict() for skip in made.skips]
 
 
 def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
