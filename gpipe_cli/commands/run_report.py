@@ -14,7 +14,7 @@ from gpipe_cli.commands.prepare_run import PreparedRun
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import BenchSettings, TrainConfig
 from gpipe_cli.errors import InputError, error_text
-from gpipe_cli.planner.mfu import step_flops
+from gpipe_cli.planner.mfu import peak_flops
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import WARM_UP_STEPS, RunContext
@@ -52,7 +52,7 @@ def run_report(
             config=config,
             plan=plan,
             spec=spec,
-            flops=step_flops(config, plan.profile, spec),
+            peak_flops=peak_flops(config, spec),
             bench=bench is not None,
             start=start,
             restarts=restarts,

@@ -183,9 +183,16 @@ class Plan(Cut):
         return ideal_bubble(len(self.device_bytes), self.micro_batches)
 
     @property
-    def step_flops(self) -> int:
+    def step_flops(self) -> float:
         """FLOPs of the forwards and backwards of all micro-batches, without recomputation."""
-        return round(sum(cost.flops for cost in self.profile.costs) * self.step_samples)
+        return sum(cost.flops for cost in self.profile.costs) * self.step_samples
+
+    def flops_per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
+        """Achieved FLOP/s at a speed in samples or, for text, in tokens without padding; None if that speed is None."""
+        speed, planned = samples_per_second, self.step_samples
+        if self.step_tokens is not None:
+            speed, planned = tokens_per_second, self.step_tokens
+        return None if speed is None else self.step_flops / planned * speed
 
     @property
     def recomputed_flops(self) -> int:
@@ -203,7 +210,7 @@ class Plan(Cut):
         if (peak := self.hardware.flops_per_second) is None:
             return None
         devices = len(self.device_bytes) * self.config.replicas
-        return self.step_flops / (peak * devices * self.step_seconds)
+        return round(self.step_flops) / (peak * devices * self.step_seconds)
 
     @property
     def schedule_name(self) -> str:
@@ -333,7 +340,7 @@ class Plan(Cut):
             "bubble": self.breakdown.bubble,
             "ideal_bubble": self.ideal_bubble,
             "imbalance": self.imbalance,
-            "step_flops": self.step_flops,
+            "step_flops": round(self.step_flops),
             "recomputed_flops": self.recomputed_flops,
             "utilisation": self.utilisation,
             "comparisons": [choice.tree() for choice in self.choices],

@@ -15,7 +15,6 @@ from gpipe_cli.schedule.simulator import ideal_bubble
 from gpipe_cli.training.events import Scores, TrainingReady
 
 if TYPE_CHECKING:  # these modules import torch, which takes seconds; tables of runs do not need it
-    from gpipe_cli.planner.mfu import StepFlops
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.plan import Plan
 
@@ -31,7 +30,7 @@ class RunContext:
     config: TrainConfig
     plan: "Plan"
     spec: "PipelineSpec"
-    flops: "StepFlops"
+    peak_flops: tuple[float | None, str]  # per second, of all devices in use, and the source; or why it is not known
     bench: bool = False  # the run measures, and trains no model
     start: Start | None = None  # None: no command started the run
     restarts: tuple[Restart, ...] = ()  # restarts within this command

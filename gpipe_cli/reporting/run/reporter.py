@@ -314,7 +314,7 @@ class Reporter:
         run, result = self._run, self._result
         median, quartiles = self._medians.median, self._medians.quartiles
         speeds = median("samples_per_second"), median("tokens_per_second")
-        flops = run.flops.per_second(*speeds)
+        flops = run.plan.flops_per_second(*speeds)
         seconds, starts = time.monotonic() - self._begin, result.starts
         if run.start is not None:
             *earlier, last = starts
@@ -370,8 +370,8 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         model_parameters=sum(spec.parameters),
         steps=run.ready.first_step,
         warm_up_steps=run.warm_up_steps,
-        model_flops=run.flops.step,
-        peak_flops_per_second=run.flops.peak_per_second,
+        model_flops=run.plan.step_flops,
+        peak_flops_per_second=run.peak_flops[0],
         global_batch=config.batch_size,
         executor=run.executor,
         ideal_bubble=run.ideal_bubble,
