@@ -84,7 +84,7 @@ def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], t
 
 def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None:
     one = Curve((1,), (1.0,))
-    assert same_curves([one, replace(one, complete=False), one, None, None]) == [[0, 2]], "one is only a sample"
+    assert same_curves([one, one._replace(complete=False), one, None, None]) == [[0, 2]], "one is only a sample"
     assert same_curves([Curve((1,), (0.0,)), Curve((1,), (-0.0,))]) == []
     # NaN included; K = 4 differs in one bit, K = 16 is shorter
     (note,) = same_curve_notes(compare(runs))
