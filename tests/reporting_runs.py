@@ -76,6 +76,7 @@ class MadeUpPlan(Plan):
     """A plan without a model."""
 
     step_flops = 1e9
+    step_samples = 32
 
     @property
     def step_tokens(self) -> int | None:
