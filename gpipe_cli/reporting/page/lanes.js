@@ -234,6 +234,10 @@ function peak({weights, gradients, optimizer, buffers, workspace, held}) {
   return weights + gradients + optimizer + buffers + workspace + gpipe.maxOf(held, 0);
 }
 
+function fullestPeak({device_memory}) {
+  return Math.max(...device_memory.map(peak));
+}
+
 // A device's memory over time, stacked: weights, gradients with optimizer state, buffers and workspace, activations.
 function buildMemory(result, device, top, height) {
   const {figure} = result, {weights, gradients, optimizer, buffers, workspace, held} = figure.device_memory[device];
