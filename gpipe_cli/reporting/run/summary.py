@@ -149,13 +149,10 @@ def translation_fields(translation: TranslationScores) -> Iterable[tuple[str, st
 def _format_pairs(pairs: Sequence[PairScores]) -> str:
     """`fr-en 41.2, de-en 38.0, es-en 37.1 ... am-en 2.1, my-en 1.0, km-en 0.4, of 102 pairs`, the best first."""
     ordered = sorted(pairs, key=lambda pair: (-pair.bleu, -pair.chrf))
-    best, worst = ", ".join(map(_format_pair, ordered[:MAX_PAIRS])), ", ".join(map(_format_pair, ordered[-MAX_PAIRS:]))
-    few = len(pairs) <= 2 * MAX_PAIRS
-    return ", ".join(map(_format_pair, ordered)) if few else f"{best} ... {worst}, of {len(pairs)} pairs"
-
-
-def _format_pair(pair: PairScores) -> str:
-    return f"{pair.pair} {pair.bleu:.1f}"
+    shown = [f"{pair.pair} {pair.bleu:.1f}" for pair in ordered]
+    if len(pairs) <= 2 * MAX_PAIRS:
+        return ", ".join(shown)
+    return f"{', '.join(shown[:MAX_PAIRS])} ... {', '.join(shown[-MAX_PAIRS:])}, of {len(pairs)} pairs"
 
 
 def _score_fields(result: RunResult) -> Iterable[tuple[str, str]]:
