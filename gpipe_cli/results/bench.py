@@ -1,7 +1,7 @@
 """The content of bench.json, the result of a sweep of measurements: one row per cell, as in the paper's tables 2, 3."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_cli.results.dict_conversion import TEXT_FIELD, to_dict
 
@@ -58,8 +58,7 @@ class BenchRow:
         return tree
 
 
-@dataclass(frozen=True)
-class BenchTable:
+class BenchTable(NamedTuple):
     varies: tuple[str, ...]  # settings that differ between rows
     rounds: int
     rows: tuple[BenchRow, ...]

@@ -172,7 +172,7 @@ def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -
 
 def write_bench(folder: Path, table: BenchTable) -> None:
     """Writes bench.json, and bench.csv with a flat row per cell. Raises OSError."""
-    tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.to_dict() for row in table.rows]}
+    tree = table._asdict() | {"rows": [row.to_dict() for row in table.rows]}
     write_result(folder, tree, BENCH_FILE)
     lines = [_line(row, table.varies) for row in table.rows]
     keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest row first
