@@ -66,7 +66,7 @@ class PlannedStage:
 
     def tree(self, limit_bytes: int | None) -> dict[str, Any]:
         """The entry of plan.json; `limit_bytes`: the memory limit of a stage."""
-        memory = asdict(self.memory)
+        memory = self.memory._asdict()
         buffers_bytes = memory.pop("buffers_bytes")
         memory |= {"total_bytes": self.memory.total_bytes, "limit_bytes": limit_bytes, "buffers_bytes": buffers_bytes}
         return asdict(self) | {"memory": memory}
@@ -335,7 +335,7 @@ class Plan(Cut):
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
-            "breakdown": asdict(self.breakdown),
+            "breakdown": self.breakdown._asdict(),
             "idle": self.breakdown.idle,
             "bubble": self.breakdown.bubble,
             "ideal_bubble": self.ideal_bubble,

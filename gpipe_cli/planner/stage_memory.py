@@ -9,9 +9,9 @@ computed. All micro-batches of a stage share memory for what the stage receives 
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from itertools import accumulate
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,7 @@ Int64Array = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
 
 
-@dataclass(frozen=True, slots=True)
-class StageMemory:
+class StageMemory(NamedTuple):
     """The bytes that a stage holds at its peak."""
 
     weights_bytes: int  # parameters and buffers
@@ -55,7 +54,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        return sum(astuple(self))
+        return sum(self)
 
 
 def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:

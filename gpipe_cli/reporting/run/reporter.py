@@ -119,7 +119,7 @@ class Reporter:
                 self._step(message)
             case StepRecorded():
                 assert self._last is not None
-                self.add_breakdown(self._last.step, asdict(self._drawer.analyze(self._last, message)[1]))
+                self.add_breakdown(self._last.step, self._drawer.analyze(self._last, message)[1]._asdict())
                 self._drawer.add(self._last, message)
             case Evaluated():
                 self._add_evaluation(message)
@@ -356,7 +356,7 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         prediction = Prediction(
             plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes, plan.step_range
         )
-        shares = asdict(plan.breakdown)
+        shares = plan.breakdown._asdict()
     starts = starts_so_far(folder, config.resume, run.start, run.restarts)
     if run.start is not None and run.start is starts[-1]:
         code = measurement.find_commits(config.model)

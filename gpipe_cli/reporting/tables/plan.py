@@ -4,7 +4,6 @@ Consecutive layers or stages that are alike share a row: the paper's largest Tra
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -71,7 +70,7 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
         if verbose:
             _show_grid(console, plan.grid)
         print_fields(console, _details(plan))
-        show_shares(console, {"predicted": asdict(plan.breakdown)}, plan.ideal_bubble, plan)
+        show_shares(console, {"predicted": plan.breakdown._asdict()}, plan.ideal_bubble, plan)
 
 
 def stage_table(plan: Plan) -> Table:

@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
             [[e.what.value, e.start_seconds, e.end_seconds, e.action and str(e.action)] for e in of]
             for of in timeline.events
         ],
-        "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
+        "shares": shares._asdict(),
         "held": [list(bytes_per_action(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
         "waiting": list(peak_skip_bytes(schedule, waiting, device_of_stage)),
         "checked": None,
@@ -334,7 +334,7 @@ def test_other_settings_give_the_numbers_of_their_plan(page: "Page", replicas: i
             "balance": list(plan.balance),
             "rows": [list(map(str, row)) for row in plan.schedule],
             "step_seconds": plan.step_seconds,
-            "breakdown": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
+            "breakdown": shares._asdict(),
             "memory": [{"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
                         "buffers": m.buffers_bytes, "workspace": m.workspace_bytes,
                         "held": m.activations_bytes} for m in plan.memory],

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert waited.what == "waiting"
     early = waited._replace(start_seconds=-plan.step_seconds)
     timeline = replace(plan.timeline, events=(first, (early, *others)))
-    view = TimelineView("", "measured", timeline, 0.0, plan.step_seconds, asdict(plan.breakdown))
+    view = TimelineView("", "measured", timeline, 0.0, plan.step_seconds, plan.breakdown._asdict())
     path = tmp_path_factory.mktemp("page") / "pipeline.html"
     data = simulation_data(plan)
     write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)], PageContext())

@@ -1,6 +1,5 @@
 """What `gpipe plan` writes of a plan, and how it is shown."""
 
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def test_numbers_of_a_plan(tmp_path: Path, partitions: int) -> None:
     assert row(lines, "memory  ").startswith(f"memory {size(fullest)} on stage ")
     assert result.samples_per_second == 8 / result.step_seconds
     for stage in result.stages:
-        assert stage.memory.total_bytes == sum(astuple(stage.memory))
+        assert stage.memory.total_bytes == sum(stage.memory)
     assert read_result(tmp_path, "plan.json")["samples_per_second"] == result.samples_per_second
 
 
