@@ -59,9 +59,9 @@ class LoggerGroup:
         self._flushed = dict.fromkeys(_FLUSH_SECONDS, time.monotonic())
         # horizontal lines to compare measured curves with
         self._constants = _keyed_by_tag({
-            "bubble_ideal": result.bubble.ideal,
-            "idle_predicted": result.idle.predicted,
-            "bubble_predicted": result.bubble.predicted,
+            "bubble_ideal": result.bubble["ideal"],
+            "idle_predicted": result.idle["predicted"],
+            "bubble_predicted": result.bubble["predicted"],
         })  # fmt: skip
 
     def describe(self, config_yaml: str, banner: str) -> None:
