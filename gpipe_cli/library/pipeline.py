@@ -403,7 +403,6 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     @property
     def _local_stages(self) -> tuple[int, ...]:
-        """The stages of this process."""
         return self._layout.stages_of(self._control.rank)
 
     def _trace(self, inputs: Boundary) -> TracedModel:
@@ -697,12 +696,10 @@ def _check_same_in_replicas(replicas: Replicas, tensors: Mapping[str, torch.Tens
 
 
 def _select_layers(layers: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
-    """The layers of these names."""
     return nn.Sequential(OrderedDict((name, layers.get_submodule(name)) for name in names))
 
 
 def _in_tuple(costs: Sequence[LayerCost]) -> bool:
-    """Whether the last layer returns a tuple."""
     return any(tensor.in_tuple for tensor in costs[-1].outputs)
 
 

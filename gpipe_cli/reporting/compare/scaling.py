@@ -62,5 +62,4 @@ def work_key(run: RunRecord) -> str:
 
 
 def _count_equal_settings(runs: Sequence[RunRecord], first: int, second: int) -> int:
-    """How many settings the two runs have in common."""
     return sum(runs[second].settings.get(key) == value for key, value in runs[first].settings.items())

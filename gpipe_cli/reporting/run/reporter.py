@@ -307,7 +307,6 @@ class Reporter:
         return measurement.classify_speed(self._run.spec.layout.one_device, share), share
 
     def _current_result(self) -> RunResult:
-        """The result so far."""
         run, result = self._run, self._result
         median, quartiles = self._medians.median, self._medians.quartiles
         speeds = median("samples_per_second"), median("tokens_per_second")
