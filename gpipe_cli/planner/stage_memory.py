@@ -95,8 +95,8 @@ class MemoryModel:
         self.graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
         # the most held during each layer's backward, when the layers after it have freed what they saved
         self._in_backward = _Maxima(self.graphs + self.workspace)
-        boundaries = [self._boundary(t) for t in (profile.inputs, *(cost.outputs for cost in profile.costs))]
-        self._boundaries = np.array(boundaries).T
+        boundaries = [profile.inputs, *(cost.outputs for cost in profile.costs)]
+        self._boundaries = np.array([self._sent_bytes(tensors, sizes[0]) for tensors in boundaries]).T
         self.buffers = [buffers_bytes(config, of_layer) for of_layer in profile.weights]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
         self._stored = np.array([0, *accumulate(map(add, stored, self.buffers))])
@@ -148,13 +148,7 @@ class MemoryModel:
         profile = self._profile
         crossing = [profile.costs[end - 1].outputs for _, end in bounds[:-1]]
         return {
-            (route.sender, route.receiver): [
-                (
-                    sum(tensor.bytes(n, profile.lengths) for tensor in route.tensors),
-                    sum(tensor.bytes(n, profile.lengths) for tensor in route.tensors if tensor.has_gradient),
-                )
-                for n in self._sizes
-            ]
+            (route.sender, route.receiver): [self._sent_bytes(route.tensors, n) for n in self._sizes]
             for route in (routes(crossing) if profile.skips else ())
             if route.receiver > route.sender + 1
         }
@@ -203,15 +197,14 @@ class MemoryModel:
         static = 2 * inputs + input_gradients + outputs + output_gradients
         for skip in self._profile.skips:  # a skip past a stage goes from its sender to its receiver
             passes = (skip.stash < np.asarray(first)) & (np.asarray(end) <= skip.pop)
-            tensors = (tensor for tensor in self._profile.costs[skip.stash].outputs if tensor.skip == skip.name)
-            values, gradients = self._boundary(tuple(tensors))
+            tensors = [tensor for tensor in self._profile.costs[skip.stash].outputs if tensor.skip == skip.name]
+            values, gradients = self._sent_bytes(tensors, self._sizes[0])
             static = static - passes * (3 * values + 2 * gradients)
         return np.asarray(static)
 
-    def _boundary(self, tensors: Sequence[BoundaryTensor]) -> tuple[int, int]:
-        """The bytes of tensors of the largest micro-batch, and of their gradients."""
-        samples, lengths = self._sizes[0], self._profile.lengths
-        sizes = [(tensor.bytes(samples, lengths), tensor.has_gradient) for tensor in tensors]
+    def _sent_bytes(self, tensors: Sequence[BoundaryTensor], samples: int) -> tuple[int, int]:
+        """The bytes of tensors of a micro-batch of `samples`, and of their gradients."""
+        sizes = [(tensor.bytes(samples, self._profile.lengths), tensor.has_gradient) for tensor in tensors]
         return sum(size for size, _ in sizes), sum(size for size, has_gradient in sizes if has_gradient)
 
     def activation_budget(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
