@@ -123,7 +123,7 @@ def _fastest_order(cut: Cut) -> Plan | None:
         return None
 
     def candidate(name: str, schedule: Schedule, fits: bool) -> Candidate:
-        plan = _simulate(replace(cut, order=schedule), _recomputed(schedule)) if fits else None
+        plan = _simulate(replace(cut, order=schedule), _recomputed_sets(schedule)) if fits else None
         return Candidate(name, cut.config, plan, "" if fits else "does not fit")
 
     compared = {
@@ -167,7 +167,7 @@ def _simulate(cut: Cut, recompute: RecomputePlan) -> Plan:
         recompute=recompute,
         stage_costs=stages,
         schedule=schedule,
-        recomputed=tuple(map(len, _recomputed(schedule))),
+        recomputed=tuple(map(len, _recomputed_sets(schedule))),
         timeline=timeline,
         step_seconds=step_seconds,
         breakdown=breakdown(timeline, cut.micro_batches, step_seconds),
@@ -203,6 +203,6 @@ def _ties(cut: Cut) -> tuple[TieCost, ...]:
     return tuple(tie._replace(stages=cut.stages_with(tie.stages)) for tie in cut.costs.ties)
 
 
-def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
+def _recomputed_sets(schedule: Schedule) -> tuple[frozenset[int], ...]:
     """The recomputed micro-batches of each stage."""
     return tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)
