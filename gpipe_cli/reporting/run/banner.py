@@ -24,10 +24,12 @@ def show_banner(console: Console, run: RunContext, folder: Path) -> None:
     print_fields(console, _banner(run, folder))
     stages = run.spec
     several = 1 < stages.layout.processes < stages.partitions  # some process has several stages
+    # of each stage, in all replicas: `cpu`, or `cuda:0, cuda:2`
+    devices = [", ".join(dict.fromkeys(of_stage)) for of_stage in zip(*stages.layout.replica_devices, strict=True)]
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
         *([Column("process", cells=[*map(str, stages.layout.rank_of_stage)], number=True)] if several else []),
-        Column("device", cells=_devices(stages.layout.replica_devices)),
+        Column("device", cells=devices),
         Column("layers", cells=[_layers(names) for names in stages.layer_names]),
         Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),
         Column("cost", cells=[percent(share) for share in run.cost_shares], number=True),
@@ -164,11 +166,6 @@ def _global_batch(run: RunContext, micro_batches: str) -> str:
     sample = SAMPLE_WORDS[run.config.task]
     each = " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
     return f"{batch_size:,} = {factors} x {each}"
-
-
-def _devices(replicas: Sequence[Sequence[str]]) -> list[str]:
-    """The device of each stage, in all replicas: `cpu`, or `cuda:0, cuda:2`."""
-    return [", ".join(dict.fromkeys(of_stage)) for of_stage in zip(*replicas, strict=True)]
 
 
 def _layers(names: Sequence[str]) -> str:

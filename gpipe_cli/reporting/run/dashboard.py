@@ -21,7 +21,7 @@ from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.measurement import format_stages
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.results.files import RESULT_FILE
-from gpipe_cli.results.metrics import METRICS, hparam_metrics
+from gpipe_cli.results.metrics import METRICS, hparam_metrics, select_metrics
 from gpipe_cli.results.run import RunResult, StageMemory
 from gpipe_cli.schedule.placement import stages_of_devices
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
@@ -58,11 +58,8 @@ class LoggerGroup:
         self._open: dict[Logger, RunLogger] = {}
         self._flushed = dict.fromkeys(_FLUSH_SECONDS, time.monotonic())
         # horizontal lines to compare measured curves with
-        self._constants = _keyed_by_tag({
-            "bubble_ideal": result.bubble["ideal"],
-            "idle_predicted": result.idle["predicted"],
-            "bubble_predicted": result.bubble["predicted"],
-        })  # fmt: skip
+        constants = select_metrics("bubble_ideal", "idle_predicted", "bubble_predicted")
+        self._constants = {metric.tag: metric.value(result) for metric in constants}
 
     def describe(self, config_yaml: str, banner: str) -> None:
         """Sends the settings, and the configuration and the banner as texts, so that a killed run also has them."""
