@@ -17,7 +17,7 @@ from gpipe_cli.planner.step_schedule import schedule_for
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE
 from gpipe_cli.schedule.placement import stages_of_devices
-from gpipe_cli.schedule.recomputation import DoesNotFitError
+from gpipe_cli.schedule.recomputation import DoesNotFitError, find_fewest_recomputations
 from gpipe_cli.schedule.schedule import Kind, RecomputePlan, Schedule
 from gpipe_cli.schedule.search import Problem, search_order
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
@@ -91,9 +91,12 @@ def _recompute(cut: Cut) -> RecomputePlan:
         with suppress(TooLargeError):
             _check_memory(cut, "never")
             return "never"
+    model, limit_bytes = cut.memory_model, cut.layout.limit_bytes
+    if limit_bytes is None:
+        return "never"
     try:
-        order = cut.order.first(cut.micro_batches)
-        return cut.memory_model.find_fewest_recomputations(order, cut.bounds, cut.layout.limit_bytes)
+        budget = model.activation_budget(cut.bounds, limit_bytes)
+        return find_fewest_recomputations(cut.order.first(cut.micro_batches), model.largest(cut.bounds), budget)
     except DoesNotFitError:
         return "except_last"
 

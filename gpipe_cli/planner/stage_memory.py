@@ -32,8 +32,7 @@ from gpipe_cli.schedule.in_flight_memory import (
     peaks_of_devices,
 )
 from gpipe_cli.schedule.placement import stages_of_devices
-from gpipe_cli.schedule.recomputation import find_fewest_recomputations
-from gpipe_cli.schedule.schedule import Action, RecomputePlan, Schedule
+from gpipe_cli.schedule.schedule import Action, Schedule
 
 Int64Array = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
@@ -221,12 +220,6 @@ class MemoryModel:
         """The bytes that a stage of layers `first` to `end - 1` stores all the time."""
         stored = self._stored[end] - self._stored[first] + sum(_tied_bytes(self._profile.tied, first, end))
         return np.asarray(stored + self._static(first, end))
-
-    def find_fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> RecomputePlan:
-        """The fewest recomputations that fit; none without a limit. Raises DoesNotFitError if no number fits."""
-        if limit_bytes is None:
-            return "never"
-        return find_fewest_recomputations(order, self.largest(bounds), self.activation_budget(bounds, limit_bytes))
 
     def furthest(self, order: Schedule, limit_bytes: int | None) -> list[list[int]] | None:
         """For each stage and each first layer, the furthest end (exclusive) within the limit, if all micro-batches were
