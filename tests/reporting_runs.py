@@ -46,7 +46,8 @@ def description(*settings: str, **changes: Any) -> RunContext:
         "config": config,
         "plan": plan("other_device", config=config),
         "spec": spec(lengths=() if config.task == "classification" else (128,)),
-        "peak_flops": (None, "the peak is not known"),
+        "peak_flops_per_second": None,
+        "peak_source": "the peak is not known",
     }
     ready = {"data": data[config.task], "notes": (), "first_step": 0, "steps_per_epoch": STEPS_PER_EPOCH}
     ready |= {key: changes.pop(key) for key in TrainingReady.__dataclass_fields__.keys() & changes}

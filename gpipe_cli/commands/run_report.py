@@ -47,12 +47,14 @@ def run_report(
             starts = starts_so_far(folder, config.resume, start, restarts)
             typed = [shlex.split(begun.command)[2:] for begun in starts]
             commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
+        peak, peak_source = peak_flops(config, spec)
         return RunContext(
             ready=replace(ready, notes=(*ready.data.notes, *ready.notes, *prepared.notes)),
             config=config,
             plan=plan,
             spec=spec,
-            peak_flops=peak_flops(config, spec),
+            peak_flops_per_second=peak,
+            peak_source=peak_source,
             bench=bench is not None,
             start=start,
             restarts=restarts,

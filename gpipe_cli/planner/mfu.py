@@ -17,11 +17,10 @@ def peak_flops(config: TrainConfig, spec: PipelineSpec) -> tuple[float | None, s
     if hardware.name not in ("auto", local_data_sheet) and (local_data_sheet != "auto" or on_cpu):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak does not apply; remove it"
     key, peak = data_sheet.peak(config.precision)
-    if peak is not None:
-        of_sheet = f"{data_sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
-        source = of_sheet if (key, peak) == load_hardware(data_sheet.name).peak(config.precision) else f"hardware.{key}"
-    else:
+    if peak is None:
         return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; give hardware.peak_tflops=..."
+    of_sheet = f"{data_sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
+    source = of_sheet if (key, peak) == load_hardware(data_sheet.name).peak(config.precision) else f"hardware.{key}"
     # under torchrun each machine numbers its GPUs from 0
     devices = layout.processes_per_pipeline if layout.distributed and not on_cpu else len(set(layout.devices))
     devices *= layout.replicas

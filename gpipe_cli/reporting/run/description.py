@@ -30,7 +30,8 @@ class RunContext:
     config: TrainConfig
     plan: "Plan"
     spec: "PipelineSpec"
-    peak_flops: tuple[float | None, str]  # per second, of all devices in use, and the source; or why it is not known
+    peak_flops_per_second: float | None  # of all devices in use together; None if it is not known
+    peak_source: str  # the source of the peak, or why it is not known
     bench: bool = False  # the run measures, and trains no model
     start: Start | None = None  # None: no command started the run
     restarts: tuple[Restart, ...] = ()  # restarts within this command

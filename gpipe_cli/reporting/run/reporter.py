@@ -367,7 +367,7 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         steps=run.ready.first_step,
         warm_up_steps=run.warm_up_steps,
         model_flops=run.plan.step_flops,
-        peak_flops_per_second=run.peak_flops[0],
+        peak_flops_per_second=run.peak_flops_per_second,
         global_batch=config.batch_size,
         executor=run.executor,
         ideal_bubble=run.ideal_bubble,

@@ -45,7 +45,7 @@ def show_summary(
     if result.memory:
         print_fields(console, align_or_stack(console, memory_rows(result.memory)))
     if bench:
-        print_fields(console, _flops(result, run.peak_flops[1]))
+        print_fields(console, _flops(result, run.peak_source))
     facts = [("run folder", str(folder))]
     if not bench and (failed := result.failed_checkpoints):
         facts.append(("not written", f"{plural(failed, 'checkpoint')} (see the warnings above)"))
