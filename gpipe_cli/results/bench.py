@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gpipe_cli.results.dict_conversion import TEXT_FIELD, to_dict
+from gpipe_cli.results.dict_conversion import TEXT_FIELD
 
 BENCH_FILE = "bench.json"
 BENCH_CSV_FILE = "bench.csv"
@@ -51,11 +51,6 @@ class BenchRow:
     def quartiles(self) -> tuple[float, ...] | None:
         """The quartiles of the speed: tokens/s of text, samples/s of images."""
         return self.tokens_per_second_quartiles if self.text else self.samples_per_second_quartiles
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row as bench.json has it."""
-        tree: dict[str, Any] = to_dict(self, self.text)
-        return tree
 
 
 class BenchTable(NamedTuple):
