@@ -14,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import configure
 
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.mfu import StepFlops
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.process_layout import Layout
@@ -45,9 +44,10 @@ def description(*settings: str, **changes: Any) -> RunContext:
     }
     values: dict[str, Any] = {
         "config": config,
-        "plan": plan("other_device"),
+        "plan": plan("other_device", config=config),
         "spec": spec(lengths=() if config.task == "classification" else (128,)),
-        "flops": StepFlops(1e9, 32, None if config.task == "classification" else 4096, None, "the peak is not known"),
+        "peak_flops_per_second": None,
+        "peak_source": "the peak is not known",
     }
     ready = {"data": data[config.task], "notes": (), "first_step": 0, "steps_per_epoch": STEPS_PER_EPOCH}
     ready |= {key: changes.pop(key) for key in TrainingReady.__dataclass_fields__.keys() & changes}
@@ -75,6 +75,13 @@ def spec(**changes: Any) -> PipelineSpec:
 
 class MadeUpPlan(Plan):
     """A plan without a model."""
+
+    step_flops = 1e9
+    step_samples = 32
+
+    @property
+    def step_tokens(self) -> int | None:
+        return 4096 if self.config.text else None
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ def test_layers_are_timed_once_for_each_precision(
         profile = profile_model(config)
         costs = step_costs(config, profile, layout_of(config), lines.append)
         assert costs.cost_source == "timed_layers"
-        assert all(min(astuple(layer)[:3]) > 0 for layer in costs.layers)
+        assert all(min(layer[:3]) > 0 for layer in costs.layers)
     assert len(lines) == 2
 
 

@@ -7,7 +7,7 @@ machine and version of torch. Under torchrun process 0 does it for all, so that 
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -170,7 +170,7 @@ def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[
     by_sheet = partial(predicted_costs, replace(config, partition=PartitionConfig(None)), profile, layout)
 
     def too_large(samples: int, max_seconds: float) -> str:
-        seconds = sum(sum(astuple(layer)[:3]) for layer in by_sheet(samples=samples).layers)
+        seconds = sum(sum(layer[:3]) for layer in by_sheet(samples=samples).layers)
         if seconds > max_seconds:
             return f"a pass of {plural(samples, 'sample')} would take {duration(seconds)}"
         fullest, available = max(_bytes_of_layers(profile, samples)), _bytes_for_layers(config, layout)

@@ -8,7 +8,6 @@ there are and which processes run them.
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -80,7 +79,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
                 spec = waiting[max(waiting)]
                 pipelines = spec.layout.replicas
                 variant_config = replace(config, replicas=pipelines, micro_batches=all_micro_batches // pipelines)
-                task = partial(verify.check, variant_config, waiting, folder=Path(references), source=source)
+                task = verify.Check(variant_config, waiting, folder=Path(references), source=source)
                 failure = run_task(task, spec, config.timeout_seconds, on_message)
                 if failure is not None:
                     check.record_failure(waiting, failure, single=spec.layout.processes == 1)

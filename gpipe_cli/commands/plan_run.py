@@ -21,7 +21,7 @@ from gpipe_cli.planner.plan import PLAN, Plan
 from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.step_schedule import validated_schedule_for
-from gpipe_cli.reporting.page.page import PAGE, write_page
+from gpipe_cli.reporting.page.page import PAGE, PageContext, write_page
 from gpipe_cli.reporting.plots.chrome_trace import TRACE, write_trace
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
@@ -79,7 +79,7 @@ def plan(
             write_atomic(Path(file), schedule_to_csv(schedule, made.layout.row_of_stage))
         write_atomic(folder / SETTINGS_FILE, to_yaml(config))
         about = f"{name} on {config.dataset.name}"
-        write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
+        write_page(folder / PAGE, about, simulation_data(made), (), PageContext(commands))
         title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
         views = [view_of_plan(title, made)]
         write_picture(folder / PICTURE_FILE, draw(views))

@@ -14,12 +14,12 @@ from gpipe_cli.commands.prepare_run import PreparedRun
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import BenchSettings, TrainConfig
 from gpipe_cli.errors import InputError, error_text
-from gpipe_cli.planner.mfu import step_flops
+from gpipe_cli.planner.mfu import peak_flops
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import WARM_UP_STEPS, RunContext
 from gpipe_cli.reporting.run.lines import show_error, show_line
-from gpipe_cli.reporting.run.reporter import Reporter, recorded_starts
+from gpipe_cli.reporting.run.reporter import Reporter, starts_so_far
 from gpipe_cli.reporting.run.summary import show_evaluation
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.training import events
@@ -44,15 +44,17 @@ def run_report(
     def describe(ready: events.TrainingReady) -> RunContext:
         commands = None
         if show_next_commands and start is not None:
-            starts = *recorded_starts(folder, config.resume), start
+            starts = starts_so_far(folder, config.resume, start, restarts)
             typed = [shlex.split(begun.command)[2:] for begun in starts]
             commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
+        peak, peak_source = peak_flops(config, spec)
         return RunContext(
             ready=replace(ready, notes=(*ready.data.notes, *ready.notes, *prepared.notes)),
             config=config,
             plan=plan,
             spec=spec,
-            flops=step_flops(config, plan.profile, spec),
+            peak_flops_per_second=peak,
+            peak_source=peak_source,
             bench=bench is not None,
             start=start,
             restarts=restarts,

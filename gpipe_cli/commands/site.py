@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         import_in_thread("gpipe_cli.commands.prepare_run")
         from gpipe_cli.commands.prepare_run import check_feasible, prepare
         from gpipe_cli.planner.simulation_data import simulation_data
-        from gpipe_cli.reporting.page.page import PAGE, write_page
+        from gpipe_cli.reporting.page.page import PAGE, PageContext, write_page
         from gpipe_cli.reporting.site.site import FRONT, write_front
 
         for file in (folder / FRONT, folder / PAGE):
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
         command = shlex.join(["gpipe", "plan", *settings])
         try:
             data = simulation_data(prepared.plan)
-            write_page(folder / PAGE, title, data, (), commands=[command])
+            write_page(folder / PAGE, title, data, (), PageContext([command]))
             write_front(folder, title, command)
         except OSError as error:
             raise InputError(f"{word}: cannot be written to ({error.strerror}); give another folder") from error

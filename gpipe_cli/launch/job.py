@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gpipe_cli.training.engine import WorkerProcess
 
 
-Task = Callable[["WorkerProcess"], None]  # a module-level function or a `partial` of it, as tasks are pickled
+Task = Callable[["WorkerProcess"], None]  # tasks are pickled: no lambda, no closure
 
 
 @dataclass(frozen=True)

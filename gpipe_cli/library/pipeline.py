@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -403,7 +403,6 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
     @property
     def _local_stages(self) -> tuple[int, ...]:
-        """The stages of this process."""
         return self._layout.stages_of(self._control.rank)
 
     def _trace(self, inputs: Boundary) -> TracedModel:
@@ -609,8 +608,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             raise InputError(f"{call}: the pipeline is in {mode} mode; call pipeline.{other}() before")
 
 
-@dataclass(frozen=True)
-class _MiniBatch:
+class _MiniBatch(NamedTuple):
     """What one pipeline is given of a mini-batch."""
 
     inputs: Tensors | None  # only in the process of the first stage
@@ -698,12 +696,10 @@ def _check_same_in_replicas(replicas: Replicas, tensors: Mapping[str, torch.Tens
 
 
 def _select_layers(layers: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
-    """The layers of these names."""
     return nn.Sequential(OrderedDict((name, layers.get_submodule(name)) for name in names))
 
 
 def _in_tuple(costs: Sequence[LayerCost]) -> bool:
-    """Whether the last layer returns a tuple."""
     return any(tensor.in_tuple for tensor in costs[-1].outputs)
 
 

@@ -4,7 +4,7 @@ predictions read these `StepCosts`: the cut, `gpipe plan`, and what a run prints
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError, format_value
@@ -175,7 +175,7 @@ def _tie_costs(profile: ModelProfile, latency: float, per_byte: float) -> tuple[
 
 def _divide_costs(costs: StepCosts, shares: Sequence[float], setting: str) -> StepCosts:
     """A cost model with the same total seconds, divided among layers in proportion to `shares`."""
-    totals = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
+    totals = [sum(values) for values in zip(*costs.layers, strict=True)]
     layers = tuple(StageCost(*(seconds * share / sum(shares) for seconds in totals)) for share in shares)
     return replace(costs, layers=layers, source=f"{costs.source}, shared out by {setting}", weighted_by=setting)
 

@@ -1,6 +1,6 @@
 """Where the model is cut into stages: before a step is simulated, as what stages hold does not depend on times."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -55,6 +55,10 @@ class Cut:
     def device_of_stage(self) -> tuple[int, ...]:
         """The number of the device that each stage computes on."""
         return self.layout.device_of_stage
+
+    def stages_with(self, layers: Collection[int]) -> tuple[int, ...]:
+        """The stages that have any of these layers."""
+        return tuple(k for k, (first, end) in enumerate(self.bounds) if any(first <= at < end for at in layers))
 
 
 def bounds_of(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:

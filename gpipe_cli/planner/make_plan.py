@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 from gpipe_cli.config.settings import TrainConfig, single_device_baseline
 from gpipe_cli.distributed.torchrun_env import Torchrun
@@ -17,7 +17,7 @@ from gpipe_cli.planner.step_schedule import schedule_for
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.named_schedules import AUTO_SCHEDULE
 from gpipe_cli.schedule.placement import stages_of_devices
-from gpipe_cli.schedule.recomputation import DoesNotFitError
+from gpipe_cli.schedule.recomputation import DoesNotFitError, find_fewest_recomputations
 from gpipe_cli.schedule.schedule import Kind, RecomputePlan, Schedule
 from gpipe_cli.schedule.search import Problem, search_order
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
@@ -91,9 +91,12 @@ def _recompute(cut: Cut) -> RecomputePlan:
         with suppress(TooLargeError):
             _check_memory(cut, "never")
             return "never"
+    model, limit_bytes = cut.memory_model, cut.layout.limit_bytes
+    if limit_bytes is None:
+        return "never"
     try:
-        order = cut.order.first(cut.micro_batches)
-        return cut.memory_model.find_fewest_recomputations(order, cut.bounds, cut.layout.limit_bytes)
+        budget = model.activation_budget(cut.bounds, limit_bytes)
+        return find_fewest_recomputations(cut.order.first(cut.micro_batches), model.largest(cut.bounds), budget)
     except DoesNotFitError:
         return "except_last"
 
@@ -123,7 +126,7 @@ def _fastest_order(cut: Cut) -> Plan | None:
         return None
 
     def candidate(name: str, schedule: Schedule, fits: bool) -> Candidate:
-        plan = _simulate(replace(cut, order=schedule), _count_recomputed(schedule)) if fits else None
+        plan = _simulate(replace(cut, order=schedule), _recomputed_sets(schedule)) if fits else None
         return Candidate(name, cut.config, plan, "" if fits else "does not fit")
 
     compared = {
@@ -137,7 +140,6 @@ def _fastest_order(cut: Cut) -> Plan | None:
 
 
 def _problem(cut: Cut) -> Problem:
-    """What an order is made for."""
     config, layout = cut.config, cut.layout
     stages = _stages(cut)
     budgets, stage_budgets = None, list[int]()
@@ -168,7 +170,7 @@ def _simulate(cut: Cut, recompute: RecomputePlan) -> Plan:
         recompute=recompute,
         stage_costs=stages,
         schedule=schedule,
-        recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
+        recomputed=tuple(map(len, _recomputed_sets(schedule))),
         timeline=timeline,
         step_seconds=step_seconds,
         breakdown=breakdown(timeline, cut.micro_batches, step_seconds),
@@ -178,13 +180,10 @@ def _simulate(cut: Cut, recompute: RecomputePlan) -> Plan:
 
 
 def _stages(cut: Cut) -> tuple[StageCost, ...]:
-    """The cost of each stage."""
     costs = cut.costs
     return tuple(
-        replace(
-            StageCost(*map(sum, zip(*map(astuple, costs.layers[first:end]), strict=True))),
-            update_seconds=sum(costs.updates[first:end]),
-            sum_seconds=sum(costs.sums[first:end]),
+        StageCost(*map(sum, zip(*costs.layers[first:end], strict=True)))._replace(
+            update_seconds=sum(costs.updates[first:end]), sum_seconds=sum(costs.sums[first:end])
         )
         for first, end in cut.bounds
     )
@@ -197,22 +196,16 @@ def _edges(cut: Cut) -> dict[tuple[int, int], EdgeCost]:
     for skip in cut.costs.skips:
         ends = stage_of[skip.stash], stage_of[skip.pop]
         if ends[0] < ends[1]:  # a skip to the next stage is in one message with what the next layer gets
-            edge = edges.get(ends, EdgeCost(0.0, 0.0))
-            edges[ends] = EdgeCost(edge.forward_seconds + skip.forward, edge.backward_seconds + skip.backward)
+            forward, backward = edges.get(ends, (0.0, 0.0))
+            edges[ends] = EdgeCost(forward + skip.forward, backward + skip.backward)
     return edges
 
 
 def _ties(cut: Cut) -> tuple[TieCost, ...]:
     """The tied weights, each with its stages."""
-    return tuple(
-        replace(
-            tie,
-            stages=tuple(k for k, (first, end) in enumerate(cut.bounds) if any(first <= at < end for at in tie.stages)),
-        )
-        for tie in cut.costs.ties
-    )
+    return tuple(tie._replace(stages=cut.stages_with(tie.stages)) for tie in cut.costs.ties)
 
 
-def _count_recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
+def _recomputed_sets(schedule: Schedule) -> tuple[frozenset[int], ...]:
     """The recomputed micro-batches of each stage."""
     return tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)

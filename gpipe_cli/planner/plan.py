@@ -8,7 +8,7 @@ plan.json holds a plan's `tree`. Everything in it is predicted: times by a simul
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TrainConfig
@@ -66,14 +66,13 @@ class PlannedStage:
 
     def tree(self, limit_bytes: int | None) -> dict[str, Any]:
         """The entry of plan.json; `limit_bytes`: the memory limit of a stage."""
-        memory = asdict(self.memory)
+        memory = self.memory._asdict()
         buffers_bytes = memory.pop("buffers_bytes")
         memory |= {"total_bytes": self.memory.total_bytes, "limit_bytes": limit_bytes, "buffers_bytes": buffers_bytes}
         return asdict(self) | {"memory": memory}
 
 
-@dataclass(frozen=True)
-class PlannedSkip:
+class PlannedSkip(NamedTuple):
     """A long skip from one stage to another, of the largest micro-batch."""
 
     name: str
@@ -82,8 +81,7 @@ class PlannedSkip:
     bytes: int
 
 
-@dataclass(frozen=True)
-class PlannedTie:
+class PlannedTie(NamedTuple):
     """A weight that layers of several stages have; each sends the others its gradient, once a step."""
 
     name: str
@@ -185,9 +183,16 @@ class Plan(Cut):
         return ideal_bubble(len(self.device_bytes), self.micro_batches)
 
     @property
-    def step_flops(self) -> int:
+    def step_flops(self) -> float:
         """FLOPs of the forwards and backwards of all micro-batches, without recomputation."""
-        return round(sum(cost.flops for cost in self.profile.costs) * self.step_samples)
+        return sum(cost.flops for cost in self.profile.costs) * self.step_samples
+
+    def flops_per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
+        """Achieved FLOP/s at a speed in samples or, for text, in tokens without padding; None if that speed is None."""
+        speed, planned = samples_per_second, self.step_samples
+        if self.step_tokens is not None:
+            speed, planned = tokens_per_second, self.step_tokens
+        return None if speed is None else self.step_flops / planned * speed
 
     @property
     def recomputed_flops(self) -> int:
@@ -205,7 +210,7 @@ class Plan(Cut):
         if (peak := self.hardware.flops_per_second) is None:
             return None
         devices = len(self.device_bytes) * self.config.replicas
-        return self.step_flops / (peak * devices * self.step_seconds)
+        return round(self.step_flops) / (peak * devices * self.step_seconds)
 
     @property
     def schedule_name(self) -> str:
@@ -280,14 +285,10 @@ class Plan(Cut):
 
     @property
     def ties(self) -> tuple[PlannedTie, ...]:
-        stages_of = [
-            tuple(k for k, (first, end) in enumerate(self.bounds) if any(first <= at < end for at in tied.layers))
-            for tied in self.profile.tied
-        ]
         return tuple(
             PlannedTie(tied.tie.name, stages, tied.gradient_bytes)
-            for tied, stages in zip(self.profile.tied, stages_of, strict=True)
-            if len(stages) > 1
+            for tied in self.profile.tied
+            if len(stages := self.stages_with(tied.layers)) > 1
         )
 
     @cached_property
@@ -334,19 +335,19 @@ class Plan(Cut):
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
-            "breakdown": asdict(self.breakdown),
+            "breakdown": self.breakdown._asdict(),
             "idle": self.breakdown.idle,
             "bubble": self.breakdown.bubble,
             "ideal_bubble": self.ideal_bubble,
             "imbalance": self.imbalance,
-            "step_flops": self.step_flops,
+            "step_flops": round(self.step_flops),
             "recomputed_flops": self.recomputed_flops,
             "utilisation": self.utilisation,
             "comparisons": [choice.tree() for choice in self.choices],
             "grid": self.grid,
             "files": self.files,
-            "skips": list(map(asdict, self.skips)),
-            "ties": list(map(asdict, self.ties)),
+            "skips": [skip._asdict() for skip in self.skips],
+            "ties": [tie._asdict() for tie in self.ties],
             "placement": placement_name(self.device_of_stage),  # `looped`; None: one without a name
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,

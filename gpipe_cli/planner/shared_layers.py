@@ -9,8 +9,8 @@ also share what any of them is seen to read through functions, hooks, lists or o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,8 +19,7 @@ from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.runtime.saved_activations import storage_id
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """Layer number `second` shares something with the earlier layer number `first`, described in `text`."""
 
     first: int
@@ -89,7 +88,7 @@ def _text(first: str, second: str, what: str) -> str:
 
 def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
     """The numbers of layers after which a cut keeps together what is shared."""
-    return [end for end in range(1, layers) if not any(pair.first < end <= pair.second for pair in shared)]
+    return [end for end in range(1, layers) if not any(first < end <= second for first, second, _ in shared)]
 
 
 def ends_with_shared_layers_together(
@@ -108,12 +107,12 @@ def check_cut(shared: Sequence[Shared], balance: Sequence[int], setting: str = "
     partitions, layers = len(balance), sum(balance)
     places = _places_of_cuts(shared, layers)
     for end in list(accumulate(balance))[:-1]:
-        for pair in shared:
-            if not pair.first < end <= pair.second:
+        for first, second, text in shared:
+            if not first < end <= second:
                 continue
             remedy = f"use partitions={len(places) + 1} or fewer, and a cut that keeps them together"
             if len(places) >= partitions - 1:
                 ends = [places[at * len(places) // (partitions - 1)] for at in range(partitions - 1)]
                 sizes = [after - before for before, after in pairwise([0, *ends, layers])]
                 remedy = f"keep them together, as by {setting}=[{','.join(map(str, sizes))}]"
-            raise InputError(f"partitions={partitions}: {pair.text}; {remedy}")
+            raise InputError(f"partitions={partitions}: {text}; {remedy}")

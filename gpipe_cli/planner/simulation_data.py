@@ -5,7 +5,6 @@ depends on n, the samples of a micro-batch, is a pair: [base, each] for base + e
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
 from gpipe_cli.schedule.in_flight_memory import SavedAmounts
 from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.schedule.placement import PLACEMENTS, place, placement_name
-from gpipe_cli.schedule.schedule import Schedule
 from gpipe_cli.schedule.simulator import EdgeCost
 from gpipe_cli.system.machine import usable_cores
 
@@ -46,7 +44,8 @@ def simulation_data(plan: Plan) -> SimulationData:
             "schedule": "file" if config.schedule_is_file else config.schedule,
             "schedule_file": config.schedule if config.schedule_is_file else None,
             "recompute": config.recompute,
-            "stages_per_process": _max_stages(plan),
+            # if all devices have as many or the last devices fewer
+            "stages_per_process": -(-len(plan.balance) // len(set(plan.device_of_stage))),
             "placement": _placement(plan),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
@@ -56,7 +55,7 @@ def simulation_data(plan: Plan) -> SimulationData:
             "chosen_order": plan.chosen_order,  # the order that schedule=auto chose
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
-        "rows": rows_of(plan.schedule),
+        "rows": [list(map(str, row)) for row in plan.schedule],
         **_cuts(plan, linked_costs, memory),
         "device_of_stage": plan.device_of_stage,
         "layers": [
@@ -80,7 +79,7 @@ def simulation_data(plan: Plan) -> SimulationData:
         "skips": [
             {"stash": skip.stash, "pop": skip.pop, "bytes": _skip_bytes(profile, skip)} for skip in profile.skips
         ],
-        "shared": [[pair.first, pair.second, pair.text] for pair in profile.shared],
+        "shared": profile.shared,
         "costs": {
             "source": costs.source,
             "basis": costs.cost_source,
@@ -89,7 +88,8 @@ def simulation_data(plan: Plan) -> SimulationData:
             **_costs_of_micro_batches(plan, samples // config.replicas),
         },
         "slowdown": {
-            "at_once": _concurrent_devices(plan),
+            # how many devices of all pipelines can compute at the same time, whatever K is; None: all of them
+            "at_once": max(1, usable_cores() // layout.threads) if layout.shares_cores else None,
             "cores": usable_cores() if layout.shares_cores else None,  # cores that the devices share
             "factor": costs.together[0],
             "together": costs.together[1],
@@ -107,15 +107,6 @@ def _baseline(plan: Plan) -> dict[str, Any] | None:
     (stage,) = baseline.stage_costs
     rest = baseline.step_seconds - stage.graph_seconds - stage.backward_seconds
     return {"forward": stage.graph_seconds, "backward": stage.backward_seconds, "rest": rest}
-
-
-def rows_of(schedule: Schedule) -> list[list[str]]:
-    return [list(map(str, row)) for row in schedule]
-
-
-def _max_stages(plan: Plan) -> int:
-    """Stages of a device, if all have as many or the last devices fewer."""
-    return -(-len(plan.balance) // len(set(plan.device_of_stage)))
 
 
 def _placement(plan: Plan) -> str:
@@ -211,8 +202,8 @@ def _costs_of_micro_batches(plan: Plan, max_micro_batches: int) -> dict[str, Any
         "kinds": [kinds[column] for column in columns],
         "of": {
             str(m): {
-                "layers": [astuple(column[at][0])[: 5 if split else 3] for column in kinds],
-                "edges": [[column[at][1].forward_seconds, column[at][1].backward_seconds] for column in kinds],
+                "layers": [column[at][0][: 5 if split else 3] for column in kinds],
+                "edges": [column[at][1] for column in kinds],
                 "skips": [[skip.forward, skip.backward] for skip in costs_offered[at].skips],
             }
             for at, m in enumerate(offered)
@@ -225,11 +216,6 @@ def _costs(plan: Plan, micro_batches: int) -> StepCosts:
     samples = plan.step_samples
     mean = samples / min(samples, plan.config.replicas * micro_batches)
     return predicted_costs(plan.config, plan.profile, plan.layout, plan.costs.rates, samples=mean, assume_links=True)
-
-
-def _concurrent_devices(plan: Plan) -> int | None:
-    """How many devices of all pipelines can compute at the same time, whatever K is; None if all of them can."""
-    return max(1, usable_cores() // plan.layout.threads) if plan.layout.shares_cores else None
 
 
 def _limit(plan: Plan) -> dict[str, Any] | None:

@@ -9,9 +9,9 @@ computed. All micro-batches of a stage share memory for what the stage receives 
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from itertools import accumulate
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,15 +32,13 @@ from gpipe_cli.schedule.in_flight_memory import (
     peaks_of_devices,
 )
 from gpipe_cli.schedule.placement import stages_of_devices
-from gpipe_cli.schedule.recomputation import find_fewest_recomputations
-from gpipe_cli.schedule.schedule import Action, RecomputePlan, Schedule
+from gpipe_cli.schedule.schedule import Action, Schedule
 
 Int64Array = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
 
 
-@dataclass(frozen=True, slots=True)
-class StageMemory:
+class StageMemory(NamedTuple):
     """The bytes that a stage holds at its peak."""
 
     weights_bytes: int  # parameters and buffers
@@ -55,7 +53,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        return sum(astuple(self))
+        return sum(self)
 
 
 def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
@@ -69,20 +67,9 @@ def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
     return sums + (weights.saved_bytes if on_cpu else 0)
 
 
-@dataclass(frozen=True)
-class _TiedBytes:
-    """By how many bytes a stage with tied weights differs from the sum of its layers; arrays for n stages."""
-
-    weights: Int64Array
-    optimizer: Int64Array
-    received: Int64Array  # gradients of layers in other stages
-
-    @property
-    def total(self) -> Int64Array:
-        return self.weights + self.optimizer + self.received
-
-
-def _tied_bytes(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _TiedBytes:
+def _tied_bytes(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """By how many bytes a stage with tied weights differs from the sum of its layers: of weights, of the optimizer, and
+    of gradients received from other stages; arrays for n stages."""
     none = np.zeros_like(np.asarray(first))
     weights = optimizer = received = none
     for weight in tied:
@@ -91,7 +78,7 @@ def _tied_bytes(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _Tied
         weights = weights - copies * weight.weight_bytes
         optimizer = optimizer - copies * weight.optimizer_bytes
         received = received + np.where(uses > 0, len(weight.layers) - uses, 0) * weight.gradient_bytes
-    return _TiedBytes(weights, optimizer, received)
+    return weights, optimizer, received
 
 
 class MemoryModel:
@@ -107,8 +94,8 @@ class MemoryModel:
         self.graphs = largest.of_stages(np.zeros_like(layers), layers + 1)[0]  # of the model up to each layer
         # the most held during each layer's backward, when the layers after it have freed what they saved
         self._in_backward = _Maxima(self.graphs + self.workspace)
-        boundaries = [self._boundary(t) for t in (profile.inputs, *(cost.outputs for cost in profile.costs))]
-        self._boundaries = np.array(boundaries).T
+        boundaries = [profile.inputs, *(cost.outputs for cost in profile.costs)]
+        self._boundaries = np.array([self._sent_bytes(tensors, sizes[0]) for tensors in boundaries]).T
         self.buffers = [buffers_bytes(config, of_layer) for of_layer in profile.weights]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
         self._stored = np.array([0, *accumulate(map(add, stored, self.buffers))])
@@ -125,13 +112,13 @@ class MemoryModel:
 
         def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
             weights = self._profile.weights[first:end]
-            tied = _tied_bytes(self._profile.tied, first, end)
+            tied_weights, tied_optimizer, received = map(int, _tied_bytes(self._profile.tied, first, end))
             return StageMemory(
-                weights_bytes=sum(w.weight_bytes for w in weights) + int(tied.weights),
+                weights_bytes=sum(w.weight_bytes for w in weights) + tied_weights,
                 gradients_bytes=sum(w.gradient_bytes for w in weights),
-                optimizer_bytes=sum(w.optimizer_bytes for w in weights) + int(tied.optimizer),
+                optimizer_bytes=sum(w.optimizer_bytes for w in weights) + tied_optimizer,
                 activations_bytes=saved,
-                buffers_bytes=sum(self.buffers[first:end]) + int(tied.received + self._static(first, end)) + waiting,
+                buffers_bytes=sum(self.buffers[first:end]) + received + int(self._static(first, end)) + waiting,
                 workspace_bytes=int(self.workspace[first:end].max()),
             )
 
@@ -160,28 +147,23 @@ class MemoryModel:
         profile = self._profile
         crossing = [profile.costs[end - 1].outputs for _, end in bounds[:-1]]
         return {
-            (route.sender, route.receiver): [
-                (
-                    sum(tensor.bytes(n, profile.lengths) for tensor in route.tensors),
-                    sum(tensor.bytes(n, profile.lengths) for tensor in route.tensors if tensor.has_gradient),
-                )
-                for n in self._sizes
-            ]
+            (route.sender, route.receiver): [self._sent_bytes(route.tensors, n) for n in self._sizes]
             for route in (routes(crossing) if profile.skips else ())
             if route.receiver > route.sender + 1
         }
 
     def peak_saved_bytes(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The peak bytes of activations that autograd saves on each stage."""
-        of_stages = [
-            {n: activations.saved_amounts(*span) for n, activations in self._of_size.items()} for span in bounds
-        ]
-        return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
+        return peak_bytes(schedule, self._autograd_amounts(bounds))
 
     def _all_saved_amounts(self, bounds: Bounds) -> list[list[SavedAmounts]]:
         """For each stage, the bytes of each micro-batch in each way to save it."""
         if self.replays:
             return [[held] * len(self._sizes) for held in self.largest(bounds)]
+        return self._autograd_amounts(bounds)
+
+    def _autograd_amounts(self, bounds: Bounds) -> list[list[SavedAmounts]]:
+        """The same, of what autograd saves."""
         of_stages = [
             {n: activations.saved_amounts(*span) for n, activations in self._of_size.items()} for span in bounds
         ]
@@ -214,15 +196,14 @@ class MemoryModel:
         static = 2 * inputs + input_gradients + outputs + output_gradients
         for skip in self._profile.skips:  # a skip past a stage goes from its sender to its receiver
             passes = (skip.stash < np.asarray(first)) & (np.asarray(end) <= skip.pop)
-            tensors = (tensor for tensor in self._profile.costs[skip.stash].outputs if tensor.skip == skip.name)
-            values, gradients = self._boundary(tuple(tensors))
+            tensors = [tensor for tensor in self._profile.costs[skip.stash].outputs if tensor.skip == skip.name]
+            values, gradients = self._sent_bytes(tensors, self._sizes[0])
             static = static - passes * (3 * values + 2 * gradients)
         return np.asarray(static)
 
-    def _boundary(self, tensors: Sequence[BoundaryTensor]) -> tuple[int, int]:
-        """The bytes of tensors of the largest micro-batch, and of their gradients."""
-        samples, lengths = self._sizes[0], self._profile.lengths
-        sizes = [(tensor.bytes(samples, lengths), tensor.has_gradient) for tensor in tensors]
+    def _sent_bytes(self, tensors: Sequence[BoundaryTensor], samples: int) -> tuple[int, int]:
+        """The bytes of tensors of a micro-batch of `samples`, and of their gradients."""
+        sizes = [(tensor.bytes(samples, self._profile.lengths), tensor.has_gradient) for tensor in tensors]
         return sum(size for size, _ in sizes), sum(size for size, has_gradient in sizes if has_gradient)
 
     def activation_budget(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
@@ -237,14 +218,8 @@ class MemoryModel:
 
     def _stored_by(self, first: Layers, end: Layers) -> Int64Array:
         """The bytes that a stage of layers `first` to `end - 1` stores all the time."""
-        stored = self._stored[end] - self._stored[first] + _tied_bytes(self._profile.tied, first, end).total
+        stored = self._stored[end] - self._stored[first] + sum(_tied_bytes(self._profile.tied, first, end))
         return np.asarray(stored + self._static(first, end))
-
-    def find_fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> RecomputePlan:
-        """The fewest recomputations that fit; none without a limit. Raises DoesNotFitError if no number fits."""
-        if limit_bytes is None:
-            return "never"
-        return find_fewest_recomputations(order, self.largest(bounds), self.activation_budget(bounds, limit_bytes))
 
     def furthest(self, order: Schedule, limit_bytes: int | None) -> list[list[int]] | None:
         """For each stage and each first layer, the furthest end (exclusive) within the limit, if all micro-batches were

@@ -1,12 +1,9 @@
-// Light or dark: the system's choice until the reader uses the button. `changed` is called after each change.
-function startTheme(changed = () => {}) {
+// Light or dark: the system's choice until the reader uses the button.
+function startTheme() {
   const root = document.documentElement, button = document.getElementById("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
   const dark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-  const tell = () => {
-    button.textContent = dark() ? "light" : "dark";
-    changed();
-  };
+  const tell = () => { button.textContent = dark() ? "light" : "dark"; };
   button.addEventListener("click", () => {
     root.dataset.theme = dark() ? "light" : "dark";
     tell();

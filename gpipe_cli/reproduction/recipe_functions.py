@@ -6,7 +6,7 @@ import gc
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -260,7 +260,7 @@ def _plan_row(config: TrainConfig, profile: "ModelProfile", row: Row) -> Row:
     return {
         "fits": "yes",
         "samples_per_second": row["batch_size"] / plan.step_seconds,
-        "idle": idle_share(asdict(plan.breakdown)),
+        "idle": idle_share(plan.breakdown._asdict()),
         "sums": max(stage.sum_seconds for stage in plan.stage_costs) / plan.step_seconds,
     }
 

@@ -1,9 +1,9 @@
 """The content of bench.json, the result of a sweep of measurements: one row per cell, as in the paper's tables 2, 3."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpipe_cli.results.dict_conversion import TEXT_FIELD, to_dict
+from gpipe_cli.results.dict_conversion import TEXT_FIELD
 
 BENCH_FILE = "bench.json"
 BENCH_CSV_FILE = "bench.csv"
@@ -52,14 +52,8 @@ class BenchRow:
         """The quartiles of the speed: tokens/s of text, samples/s of images."""
         return self.tokens_per_second_quartiles if self.text else self.samples_per_second_quartiles
 
-    def to_dict(self) -> dict[str, Any]:
-        """The row as bench.json has it."""
-        tree: dict[str, Any] = to_dict(self, self.text)
-        return tree
 
-
-@dataclass(frozen=True)
-class BenchTable:
+class BenchTable(NamedTuple):
     varies: tuple[str, ...]  # settings that differ between rows
     rounds: int
     rows: tuple[BenchRow, ...]

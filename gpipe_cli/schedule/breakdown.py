@@ -19,13 +19,13 @@ computes the others are not idle.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.schedule.timeline import EventKind, Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
+class Breakdown(NamedTuple):
     """Shares of the time of all devices in a step, from 0 to 1; together 1 (0 if nothing took any time)."""
 
     compute: float  # forward and backward

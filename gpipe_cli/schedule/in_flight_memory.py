@@ -36,7 +36,7 @@ MemoryChanges = Mapping[tuple[Kind, Retain], tuple[int, int]]
 
 def changed_bytes(size: SavedAmounts) -> MemoryChanges:
     """The bytes by which a stage's memory changes when an action of a micro-batch of this size begins and ends."""
-    return {key: (_weighted_sum(begin, size), _weighted_sum(end, size)) for key, (begin, end) in MEMORY_EFFECTS.items()}
+    return {key: (sum(map(mul, begin, size)), sum(map(mul, end, size))) for key, (begin, end) in MEMORY_EFFECTS.items()}
 
 
 def in_flight_counts(actions: Sequence[Action]) -> Iterator[SavedAmounts]:
@@ -106,7 +106,3 @@ def bytes_per_action(stage_actions: Sequence[Action], sizes: Sequence[SavedAmoun
         begin, end = changes[sizes[action.micro_batch]][action.kind, retain]
         yield saved_bytes + begin
         saved_bytes += begin + end
-
-
-def _weighted_sum(counts: SavedAmounts, size: SavedAmounts) -> int:
-    return sum(map(mul, counts, size))

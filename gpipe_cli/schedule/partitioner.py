@@ -15,9 +15,9 @@ left out. For 3,000 layers and 128 partitions that takes half a second.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ class NoCutFitsError(InputError):
     """Every cut into this many partitions has a partition that exceeds its memory limit."""
 
 
-@dataclass(frozen=True)
-class SkipSends:
+class SkipSends(NamedTuple):
     """The costs of sending a skip on, from layer `stash` to layer `pop`, and its gradient back."""
 
     stash: int

@@ -14,18 +14,17 @@ each other down as they share the memory and caches of a machine.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 from gpipe_cli.schedule.dependencies import in_device_order, topological_order
 from gpipe_cli.schedule.schedule import Action, Kind, Retain, Schedule
 from gpipe_cli.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 
-@dataclass(frozen=True, slots=True)
-class StageCost:
+class StageCost(NamedTuple):
     """Seconds that a micro-batch takes on a stage, or on a layer, while no other device computes."""
 
     forward_seconds: float  # a forward that saves nothing but its input
@@ -48,16 +47,14 @@ class StageCost:
         return self.graph_seconds if retain is Retain.ACTIVATIONS else self.forward_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeCost:
+class EdgeCost(NamedTuple):
     """Seconds of a micro-batch's transfers from a stage to a later one: activations, and their gradients back."""
 
     forward_seconds: float
     backward_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class TieCost:
+class TieCost(NamedTuple):
     """A weight that several `stages` have (their indices): all of them have the sum of its gradients `seconds` after
     the last of them has its own, and only then update their weights."""
 

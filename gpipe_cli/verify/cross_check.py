@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -342,8 +342,7 @@ def _rate(config: TrainConfig) -> float:
     return learning_rate(config.learning_rate, 0, 1, config.batch_size, 1)
 
 
-@dataclass(frozen=True)
-class Distance:
+class Distance(NamedTuple):
     """How far gradients are from ours. A unit is, for each layer, what the order of summation explains: the larger of
     the distance between our own gradients summed from the last micro-batch to the first and from the first to the last,
     and epsilon sqrt(n) of our gradient's norm, where n is the number of terms of a sum over samples and positions.

@@ -139,35 +139,6 @@ class Step(NamedTuple):
     of_micro_batches: str = ""  # why the results depend on the number of micro-batches, if they do
 
 
-def check(
-    config: TrainConfig,
-    specs: Mapping[Variant, PipelineSpec],
-    process: WorkerProcess,
-    *,
-    folder: Path,
-    source: Path | None,
-) -> None:
-    """Run the variants, in order, as a process of the layout of their specs; report a `Row` for each.
-
-    The results of references are written to `folder`; they must be there before the variants that are compared with
-    them. Weights are taken from the checkpoint `source`, if it is not None.
-
-    Raises InputError for errors that the user can fix, and with several processes any error of a variant.
-    """
-    checking = _Checker(config, specs, process, folder, source)
-    for variant in specs:
-        try:
-            row = checking.row(variant)
-        except Exception as error:
-            process.report(_failed_row(variant, error))
-            if checking.control.size > 1:
-                raise  # the other processes would wait for this process until the timeout
-            continue
-        if checking.control.is_rank_zero:
-            process.report(row)
-    checking.control.barrier()
-
-
 def _failed_row(variant: Variant, error: Exception) -> Row:
     """The row of a variant that failed with `error` in its layers or in plain PyTorch; other errors are raised."""
     if isinstance(error, ChangedInputError):
@@ -183,33 +154,48 @@ def _failed_row(variant: Variant, error: Exception) -> Row:
     raise error
 
 
-class _Checker:
-    """Runs and compares variants in a process."""
+class Check:
+    """The task of a process of the layout of `specs`: runs the variants, in order, and reports a `Row` for each.
+
+    The results of references are written to `folder`; they must be there before the variants that are compared with
+    them. Weights are taken from the checkpoint `source`, if it is not None.
+    """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        specs: Mapping[Variant, PipelineSpec],
-        process: WorkerProcess,
-        folder: Path,
-        source: Path | None,
+        self, config: TrainConfig, specs: Mapping[Variant, PipelineSpec], *, folder: Path, source: Path | None
     ) -> None:
-        self._config, self._specs, self._process = config, specs, process
+        self._config, self._specs = config, specs
         self._folder, self._source = folder, source
-        spec = specs[max(specs)]
-        data = Data(replace(config, data_workers=0), spec, process.rank, initial_progress(config, None), source)
-        self.control, self._groups = process.connect()
-        self._reader = data.reader(self.control, "training")
+
+    def __call__(self, process: WorkerProcess) -> None:
+        """Raises InputError for errors that the user can fix, and with several processes any error of a variant."""
+        config = self._config
+        spec = self._specs[max(self._specs)]
+        data = Data(replace(config, data_workers=0), spec, process.rank, initial_progress(config, None), self._source)
+        self._process = process
+        self._control, self._groups = process.connect()
+        self._reader = data.reader(self._control, "training")
         self._classes = data.classes
-        self._replica = spec.layout.replica_of(self.control.rank)
+        self._replica = spec.layout.replica_of(self._control.rank)
         self._layers = [name for names in spec.layer_names for name in names]
         self._samples = self._reader.batches.size(0, 0)
         self._current = ResultKind.OUTPUT, 0  # kind of results of the layers that run now, and their micro-batch
-        if not any(folder.iterdir()):
+        if not any(self._folder.iterdir()):
             check_single_samples(config, self._samples)
             process.report(MiniBatchRead(micro_batch_sizes(self._samples, config.micro_batches)))
+        for variant in self._specs:
+            try:
+                row = self._row(variant)
+            except Exception as error:
+                process.report(_failed_row(variant, error))
+                if self._control.size > 1:
+                    raise  # the other processes would wait for this process until the timeout
+                continue
+            if self._control.is_rank_zero:
+                process.report(row)
+        self._control.barrier()
 
-    def row(self, variant: Variant) -> Row:
+    def _row(self, variant: Variant) -> Row:
         """Run a variant and compare it with its reference; a reference is also written to the folder."""
         summed = reference_schedule(self._specs[variant].order)
         usual = variant.executor != "replicas" and variant.micro_batches == self._config.micro_batches
@@ -255,7 +241,7 @@ class _Checker:
 
     def _first_of_all(self, key: ResultKey | None) -> ResultKey | None:
         """The first of the places of all processes."""
-        keys = [other for other in self.control.collect(key) if other is not None]
+        keys = [other for other in self._control.collect(key) if other is not None]
         return min(keys, default=None)
 
     def _other_buffer(self, buffers: Tensors, references: Tensors) -> ResultKey | None:
@@ -350,12 +336,12 @@ class _Checker:
         """A new engine for a variant, with the weights from which all variants start."""
         config = replace(self._config, micro_batches=variant.micro_batches // self._config.replicas)
         engine = build_engine(
-            config, self._specs[variant], self.control, self._groups,
+            config, self._specs[variant], self._control, self._groups,
             on_action=self._on_action, pretrained=config.init_from is None,
         )  # fmt: skip
         fine_tune(engine, self._source, self._classes)
         if config.compile:
-            with self.control.blocked_on(BlockedOn.COMPILER):
+            with self._control.blocked_on(BlockedOn.COMPILER):
                 sizes = sorted(set(micro_batch_sizes(self._samples, config.micro_batches)))
                 engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
         engine.set_progress(1.0)  # drop-path as at the end of training: at the beginning it drops nothing
@@ -371,7 +357,7 @@ class _Checker:
             squares[layer_of(name)] += float(difference.square().sum())
         if self._replica:
             squares.clear()  # the first replica counts these gradients
-        all_squares = self.control.collect(squares)
+        all_squares = self._control.collect(squares)
         parts = {layer: sum(part.get(layer, 0.0) for part in all_squares) for layer in reversed(self._layers)}
         whole = sum(parts.values())
         layer = next(layer for layer, part in parts.items() if not part < whole / len(parts))

@@ -21,7 +21,7 @@ from gpipe_cli.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.training.checkpoint.files import find_checkpoint
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.engine import WorkerProcess
-from gpipe_cli.verify.self_check import Row, check
+from gpipe_cli.verify.self_check import Check, Row
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:], "executor=in_process"]
 CONTIGUOUS = "memory_format=contiguous"
@@ -157,7 +157,7 @@ def test_on_one_stage_they_are_what_plain_pytorch_makes_of_them(tmp_path: Path) 
     chosen = [v for v in specs if (v.schedule, v.recompute, v.partitions) in ways and v.micro_batches > 1]
     messages: list[object] = []
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
-    check(config, {v: specs[v] for v in chosen}, process, folder=tmp_path, source=None)
+    Check(config, {v: specs[v] for v in chosen}, folder=tmp_path, source=None)(process)
     rows = {row.variant: row.verdict for row in messages if isinstance(row, Row)}
     verdicts = {(v.executor, v.schedule, v.partitions): verdict for v, verdict in rows.items()}
     assert verdicts == {

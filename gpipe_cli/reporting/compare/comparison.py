@@ -38,11 +38,6 @@ class Comparison:
     def columns(self) -> Sequence[Column]:
         return *self.settings, *self.results
 
-    @property
-    def labels(self) -> Sequence[str]:
-        """The runs' names; a folder's name follows the number by which texts refer to the run, `3: 12-00-00_K2`."""
-        return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
-
     def refer_to(self, positions: Sequence[int]) -> str:
         """The runs at `positions`: `all runs`; by settings, `partitions=2`; of two, the name; or `runs 1 to 4, 7`."""
         if len(positions) == len(self.runs) > 1:
@@ -58,7 +53,14 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     keys = differing_settings(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
     settings = [*SYMBOLS, *(key for key in keys if key not in SYMBOLS)]  # K and M even if they do not differ
-    return Comparison(runs, names(runs), _by_settings(runs, keys), [_setting(key, runs) for key in settings], results)
+    # two runs keep their folders' names, as their settings are rows
+    by_settings = len(runs) != 2 and 0 < len(keys) <= MAX_SETTINGS_IN_NAME
+    parts = _settings(runs, keys) if by_settings else _folders([run.folder.resolve().parts for run in runs])
+    names = [
+        name if parts.count(name) == 1 and name else f"{name} #{number}".strip()
+        for number, name in enumerate(parts, start=1)
+    ]
+    return Comparison(runs, names, by_settings, [_setting(key, runs) for key in settings], results)
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
@@ -81,27 +83,11 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     return sorted(keys, key=lambda key: not key.endswith(".name"))  # the model before its settings
 
 
-def names(runs: Sequence[RunRecord]) -> list[str]:
-    """A different name for each run: `partitions=2`, or part of its folder's name."""
-    keys = differing_settings(runs)
-    folders = [run.folder.resolve().parts for run in runs]
-    parts = _settings(runs, keys) if _by_settings(runs, keys) else _folders(folders)
-    return [
-        name if parts.count(name) == 1 and name else f"{name} #{number}".strip()
-        for number, name in enumerate(parts, start=1)
-    ]
-
-
 def join_words(words: Sequence[str]) -> str:
     """`a, b, and 3 more`; with semicolons if a word has commas."""
     separator = "; " if any("=" in word and "," in word for word in words) else ", "
     more = [f"and {len(words) - MAX_LISTED_WORDS:,} more"] if len(words) > MAX_LISTED_WORDS else []
     return separator.join([*words[:MAX_LISTED_WORDS], *more])
-
-
-def _by_settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> bool:
-    """Whether few enough settings differ to name the runs by them. Two runs keep their names: the settings are rows."""
-    return len(runs) != 2 and 0 < len(keys) <= MAX_SETTINGS_IN_NAME
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:

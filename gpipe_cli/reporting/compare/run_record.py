@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_cli.config.pipeline_settings import Affects
 from gpipe_cli.config.settings import CONFIG_FILE, flatten, run_folders_in, settings_not_affecting
@@ -26,8 +26,7 @@ MAX_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer o
 Plain = str | int | float | None
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """One scalar over the steps of a run, with at least one point."""
 
     steps: tuple[int, ...]
@@ -135,7 +134,7 @@ def flat_result(folder: Path) -> dict[str, Plain]:
     result, settings = record.result, {key: _plain(value) for key, value in record.settings.items()}
     facts = {"speed_kind": result.samples_per_second_kind, "machine": record.machine}
     numbers = {key: metric.value(result) for key, metric in METRICS.items() if metric.path}
-    for kind, shares in (("measured", result.breakdown.measured), ("predicted", result.breakdown.predicted)):
+    for kind, shares in result.breakdown.items():
         numbers |= {f"{name}_{kind}": share for name, share in (shares or {}).items()}
     return {
         "run": folder.name,

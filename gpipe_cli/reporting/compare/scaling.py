@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from gpipe_cli.reporting.compare.run_record import RunRecord
 
@@ -12,8 +12,7 @@ from gpipe_cli.reporting.compare.run_record import RunRecord
 _WORK_SETTINGS = ("batch_size", "batch_tokens", "precision", "compile", "optimizer.name")
 
 
-@dataclass(frozen=True)
-class Scaling:
+class Scaling(NamedTuple):
     speed_up: float  # how many times as fast as the run with the fewest devices
     efficiency: float | None  # speed-up divided by the ratio of devices; None where stages shared devices or cores
     base: int  # position of the run with the fewest devices; of several, with the most settings in common
@@ -63,5 +62,4 @@ def work_key(run: RunRecord) -> str:
 
 
 def _count_equal_settings(runs: Sequence[RunRecord], first: int, second: int) -> int:
-    """How many settings the two runs have in common."""
     return sum(runs[second].settings.get(key) == value for key, value in runs[first].settings.items())

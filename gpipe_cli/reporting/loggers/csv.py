@@ -102,7 +102,7 @@ class Logger(RunLogger):
                 yield self._line(step, row)
         yield from (self._line(step, {}) for step in sorted(self._rows.keys() - written_steps))
 
-    def _line(self, step: int, row: Mapping[str, str] = {}) -> bytes:
+    def _line(self, step: int, row: Mapping[str, str]) -> bytes:
         values = {**row, **self._rows.get(step, {})}
         return _line([step, *(values.get(tag, "") for tag in self._tags)])
 

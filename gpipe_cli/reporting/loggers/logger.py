@@ -88,7 +88,6 @@ def store_run_id(folder: Path, logger: Logger, run_id: str) -> None:
 
 
 def logger_class(logger: Logger) -> type[RunLogger]:
-    """The class of a logger."""
     kind: type[RunLogger] = import_module(f"gpipe_cli.reporting.loggers.{logger}").Logger
     return kind
 

@@ -152,10 +152,6 @@ function differences(figure, other) {
     .filter(([, , was, now]) => was !== now);
 }
 
-function fullestPeak({device_memory}) {
-  return Math.max(...device_memory.map(peak));
-}
-
 function devicesShared({ofDevice, device_of_stage}) {
   return ofDevice ? ofDevice.size < device_of_stage.length : new Set(device_of_stage).size < device_of_stage.length;
 }

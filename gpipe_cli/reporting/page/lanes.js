@@ -156,7 +156,10 @@ function buildLane(result, device, stages, top, bar) {
     const box = addBox(result, plot, {...room, class: `region ${region.why}`}, region.start, region.end);
     box.piece = {figure, what: "region", stage: stages[0], region: {...region, device}};
   }
-  for (const region of regions) addName(result, plot, region, y);
+  for (const region of regions) {
+    const word = shareWord(region.why);
+    addText(result, plot, [`${word} ${duration(region.end - region.start)}`, word], region, y, "region");
+  }
   for (const stage of stages) {
     for (const event of figure.timeline.events[stage].filter(event => event.what === "update")) {
       const box = addBox(result, plot, {...barOf(lane, stage), class: "bar update"}, event.start, event.end);
@@ -188,11 +191,6 @@ function addText(result, parent, texts, {start, end}, y, name) {
   return node;
 }
 
-function addName(result, plot, region, y) {
-  const word = shareWord(region.why);
-  addText(result, plot, [`${word} ${duration(region.end - region.start)}`, word], region, y, "region");
-}
-
 function addAction(result, plot, span, lane) {
   const {figure} = result, {action} = span, key = gpipe.key(action), {y, height} = barOf(lane, action.stage);
   const fill = colour(action.kind, action.micro_batch, figure.micro_batches);
@@ -201,7 +199,7 @@ function addAction(result, plot, span, lane) {
   if (action.kind === "R") attributes.style = `stroke:${colour("F", action.micro_batch, figure.micro_batches)}`;
   const node = addBox(result, plot, attributes, span.start, span.end);
   node.piece = {figure, what: "action", stage: action.stage, span};
-  const texts = [...lane.stages.length > 1 ? [key] : [], shortName(action), action.kind];
+  const texts = [...lane.stages.length > 1 ? [key] : [], action.kind + action.micro_batch, action.kind];
   const text = addText(result, plot, texts, span, y + height / 2, `on ${action.kind}`);
   result.bars.set(key, {node, text, span});
 }
@@ -232,6 +230,10 @@ function memoryTop(figure) {
 
 function peak({weights, gradients, optimizer, buffers, workspace, held}) {
   return weights + gradients + optimizer + buffers + workspace + gpipe.maxOf(held, 0);
+}
+
+function fullestPeak({device_memory}) {
+  return Math.max(...device_memory.map(peak));
 }
 
 // A device's memory over time, stacked: weights, gradients with optimizer state, buffers and workspace, activations.

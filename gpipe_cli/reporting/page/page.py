@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 from gpipe_cli.reporting.plots.palette import colour
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, StepPicture, TimelineView
@@ -32,13 +32,15 @@ SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
 STYLES = ("../style.css", "page.css", "lanes.css")
 
 
-class PageContext(TypedDict, total=False):
+class PageContext(NamedTuple):
     """Facts that a page shows in addition to the simulation."""
 
-    commands: Sequence[str]  # the command lines as typed
-    run: str | None  # the run folder
-    contended: float | None  # the fraction of time in which other programs used the run's cores, if they slowed it
-    launched: Sequence[str]  # stages that could not be replayed as graphs when the run began, each with the reason
+    commands: Sequence[str] = ()  # the command lines as typed
+    run: str | None = None  # the run folder
+    contended: float | None = (
+        None  # the fraction of time in which other programs used the run's cores, if they slowed it
+    )
+    launched: Sequence[str] = ()  # stages that could not be replayed as graphs when the run began, each with the reason
 
 
 @cache
@@ -51,20 +53,11 @@ def shared_data() -> dict[str, Any]:
 
 
 def write_page(
-    path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Unpack[PageContext]
+    path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], about: PageContext
 ) -> None:
     """Writes the page of `simulation_data`, with the newest of `steps`, at most MAX_STEPS with at most MAX_BARS bars;
     if the newest step alone has too many, an image of it is shown. Raises OSError."""
-    values = {
-        "title": title,
-        "commands": (),
-        "run": None,
-        "contended": None,
-        "launched": (),
-        **about,
-        **data,
-        **_measured_steps(steps),
-    }
+    values = {"title": title, **about._asdict(), **data, **_measured_steps(steps)}
     page = fill_template(
         "page.html", data=to_script_json(shared_data() | values), css="".join(map(read_part, STYLES)),
         script="\n".join(map(read_part, SCRIPTS)),

@@ -157,30 +157,21 @@ function savedAfterActions(stageActions) {
 
 // --- dependencies
 
-/** A heap of arrays of numbers, compared entry by entry; the least comes first. */
-class Heap {
+/** Arrays of numbers in order, compared entry by entry; the least comes first. */
+class Queue {
   constructor() { this.entries = []; }
   get size() { return this.entries.length; }
   get first() { return this.entries[0]; }
   push(entry) {
-    const all = this.entries;
-    let at = all.push(entry) - 1;
-    for (let up = (at - 1) >> 1; at > 0 && before(all[at], all[up]); up = (at - 1) >> 1) {
-      [all[at], all[up]] = [all[up], all[at]];
-      at = up;
+    let low = 0, high = this.size;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (before(entry, this.entries[middle])) high = middle;
+      else low = middle + 1;
     }
+    this.entries.splice(low, 0, entry);
   }
-  pop() {
-    const all = this.entries, found = all[0], last = all.pop();
-    if (!all.length) return found;
-    all[0] = last;
-    for (let at = 0, least; ; at = least) {
-      least = at;
-      for (const down of [2 * at + 1, 2 * at + 2]) if (down < all.length && before(all[down], all[least])) least = down;
-      if (least === at) return found;
-      [all[at], all[least]] = [all[least], all[at]];
-    }
-  }
+  pop() { return this.entries.shift(); }
 }
 
 function before(one, other) {
@@ -193,7 +184,7 @@ function topologicalOrder(rows, device_of_stage) {
   const home = rowsOf(rows), source = sources(rows), device = device_of_stage || home;
   const next = rows.map(() => 0), ended = new Set();
   const urgency = (a) => [["B", "I", "R", "F", "W"].indexOf(a.kind), a.kind === "F" ? -a.stage : a.stage];
-  const ready = range(1 + maxOf(device), () => new Heap()), offered = new Set(), ordered = [];
+  const ready = range(1 + maxOf(device), () => new Queue()), offered = new Set(), ordered = [];
   let changed = new Set(rows.keys());
   while (changed.size) {
     for (const row of changed) {
@@ -204,7 +195,7 @@ function topologicalOrder(rows, device_of_stage) {
       offered.add(row);
       ready[device[a.stage]].push([...urgency(a), a]);
     }
-    const tick = ready.filter((heap) => heap.size).map((heap) => heap.pop()[2]);
+    const tick = ready.filter((queue) => queue.size).map((queue) => queue.pop()[2]);
     changed = new Set();
     for (const a of tick) {
       next[home[a.stage]]++;

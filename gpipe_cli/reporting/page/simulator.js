@@ -25,7 +25,7 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     const having = new Set(tie.stages.map((k) => device[k]));
     if (having.size > 1) having.forEach((d) => tied[d].push({having: [...having], seconds: tie.seconds}));
   }
-  const computing = new Heap(), arriving = new Heap();
+  const computing = new Queue(), arriving = new Queue();
   const ended = new Map(), transfers = new Map(), waiting = new Map();
   const ahead = stages.map(() => []), back = stages.map(() => []); // the links by which a stage gets what it needs
   const neighbours = edges.map((edge, k) => ({...edge, sender: k, receiver: k + 1}));

@@ -102,11 +102,6 @@ function difference(value, of, less, more, same) {
   return Math.abs(change) < 0.0005 ? same : `${percent(Math.abs(change))} ${change < 0 ? less : more}`;
 }
 
-// "F2", without its stage, which is the row's.
-function shortName(action) {
-  return action.kind + action.micro_batch;
-}
-
 function capital(text) {
   return text[0].toUpperCase() + text.slice(1);
 }

@@ -50,13 +50,6 @@ def _blue_to_yellow(lightness: float, chroma: float, position: int, count: int) 
     return oklch(lightness, chroma, FIRST_HUE + share * (LAST_HUE - FIRST_HUE))
 
 
-@cache
-def rgb(colour: Colour) -> tuple[int, int, int]:
-    """Red, green and blue, 0 to 255."""
-    red, green, blue = bytes.fromhex(colour[1:])
-    return red, green, blue
-
-
 def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
     """The sRGB colour; chroma is reduced until the colour is in the sRGB gamut."""
     hue = math.radians(hue_degrees)

@@ -126,7 +126,7 @@ def _legend(figure: Figure, micro_batches: int, kinds: set[BarKind], hatched: bo
     if rows:
         height = LEGEND_LINE_INCHES * len(rows)
         axes = _add_axes(figure, left + 0.95, top - height, table, height)
-        colours = [[palette.rgb(colour) for colour in row] for row in rows.values()]
+        colours = [[list(bytes.fromhex(colour[1:])) for colour in row] for row in rows.values()]
         axes.imshow(np.array(colours, np.uint8), aspect="auto", interpolation="nearest")
         axes.set_yticks(range(len(rows)), list(rows), fontsize=8, color=INK)
         axes.xaxis.tick_top()

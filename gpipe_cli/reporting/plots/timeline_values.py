@@ -1,7 +1,7 @@
 """A training step, measured or simulated, in the form that pictures need: Figure 2(c) of the paper, in seconds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from operator import attrgetter
@@ -110,7 +110,7 @@ def last_stages_and_actions(view: TimelineView, stages: int, actions: int) -> Ti
 
 def view_of_plan(title: str, plan: "Plan") -> TimelineView:
     begin_seconds = plan.timeline.start_seconds
-    return TimelineView(title, "predicted", plan.timeline, begin_seconds, plan.step_seconds, asdict(plan.breakdown))
+    return TimelineView(title, "predicted", plan.timeline, begin_seconds, plan.step_seconds, plan.breakdown._asdict())
 
 
 @dataclass(frozen=True)

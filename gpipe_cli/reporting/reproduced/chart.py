@@ -5,8 +5,8 @@ circles on a dashed line, ours are filled.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from textwrap import wrap
+from typing import NamedTuple
 
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
@@ -27,15 +27,13 @@ COLOURS = {
 _LOGARITHMIC_RATIO = 30.0  # an axis is logarithmic if its numbers differ by more than this factor
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     name: str
     origin: str  # the origin of the column
     values: Sequence[float | None]  # None where the table has no number
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     title: str
     places: Sequence[str]  # labels on the horizontal axis
     lines: Sequence[Line]

@@ -87,8 +87,7 @@ def claim_rows(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
     minutes = f"{reproduction.seconds / 60:.1f}"
     of_tables = [verdict for table in reproduction.tables for verdict in judge_columns(table)]
     for verdict in sorted(of_tables, key=lambda verdict: verdict.words == "not comparable"):
-        numbers = verdict.paper, verdict.ours, verdict.origin, verdict.difference
-        yield claim, verdict.what, *numbers, verdict.words, minutes
+        yield claim, *verdict, minutes
         claim = minutes = ""
     if claim:
         yield claim, words, "", "", "", "", "", minutes

@@ -1,8 +1,8 @@
 """Whether a table agrees with the paper: the number that stands for its claim, ours, and whether all rows agree."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import plural
@@ -11,8 +11,7 @@ OUR_ORIGINS = ("measured", "counted", "planned", "simulated")  # the origins of 
 AGREEMENT_TOLERANCE = 0.1  # greatest difference of a number that agrees, as a fraction of the paper's; a heuristic
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     what: str  # `parameters, Pipeline-8`, `K = 8, M = 32`
     paper: str
     ours: str

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
 from gpipe_cli.config.groups import AmoebaNetConfig, CosineLearningRateConfig, ImagesConfig, group_choice
-from gpipe_cli.config.settings import TrainConfig, flatten, load_preset
+from gpipe_cli.config.settings import SAMPLE_WORDS, TrainConfig, flatten, load_preset
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import format_value
-from gpipe_cli.reporting.run.description import RunContext, dataset_label, precision_note, task_labels
+from gpipe_cli.reporting.run.description import RunContext, dataset_label, precision_note
 from gpipe_cli.reporting.run.lines import print_fields
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import RESULT_FILE
@@ -24,10 +24,12 @@ def show_banner(console: Console, run: RunContext, folder: Path) -> None:
     print_fields(console, _banner(run, folder))
     stages = run.spec
     several = 1 < stages.layout.processes < stages.partitions  # some process has several stages
+    # of each stage, in all replicas: `cpu`, or `cuda:0, cuda:2`
+    devices = [", ".join(dict.fromkeys(of_stage)) for of_stage in zip(*stages.layout.replica_devices, strict=True)]
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
         *([Column("process", cells=[*map(str, stages.layout.rank_of_stage)], number=True)] if several else []),
-        Column("device", cells=_devices(stages.layout.replica_devices)),
+        Column("device", cells=devices),
         Column("layers", cells=[_layers(names) for names in stages.layer_names]),
         Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),
         Column("cost", cells=[percent(share) for share in run.cost_shares], number=True),
@@ -146,7 +148,7 @@ def _sample_counts(run: RunContext) -> str:
     if not data.train_samples:
         return ""
     held_out = "" if data.validation_samples is None else f", {data.validation_samples:,} validation"
-    samples = f": {data.train_samples:,} training{held_out} and {data.test_samples:,} test {task_labels(task).sample}s"
+    samples = f": {data.train_samples:,} training{held_out} and {data.test_samples:,} test {SAMPLE_WORDS[task]}s"
     if isinstance(run.config.dataset, ImagesConfig):
         samples += f" of {plural(run.config.dataset.model_classes, 'class')}"
     if task == "language_model":
@@ -161,14 +163,9 @@ def _global_batch(run: RunContext, micro_batches: str) -> str:
     if batch_size is None:
         return f"{run.config.batch_tokens:,} tokens = {factors}"
     sizes = sorted(set(micro_batch_sizes(batch_size, replicas * run.config.micro_batches)), reverse=True)
-    sample = task_labels(run.config.task).sample
+    sample = SAMPLE_WORDS[run.config.task]
     each = " or ".join(f"{samples:,}" for samples in sizes) + (f" {sample}" if sizes == [1] else f" {sample}s")
     return f"{batch_size:,} = {factors} x {each}"
-
-
-def _devices(replicas: Sequence[Sequence[str]]) -> list[str]:
-    """The device of each stage, in all replicas: `cpu`, or `cuda:0, cuda:2`."""
-    return [", ".join(dict.fromkeys(of_stage)) for of_stage in zip(*replicas, strict=True)]
 
 
 def _layers(names: Sequence[str]) -> str:

@@ -39,11 +39,10 @@ DROP_ORDER = (
 class RunConsole:
     """Shows the progress of a run on a console."""
 
-    def __init__(self, console: Console, run: RunContext, line_seconds: float = LINE_SECONDS) -> None:
+    def __init__(self, console: Console, run: RunContext) -> None:
         self.console = console
         self._run = run
         self._labels = task_labels(run.config.task)
-        self._line_seconds = line_seconds
         self._bar: Progress | None = None
         self._epoch = 0
         self._means: tuple[float | None, float | None] = None, None  # training loss and accuracy of the epoch so far
@@ -75,7 +74,7 @@ class RunConsole:
     @property
     def _line_is_due(self) -> bool:
         """Whether it is time for another line in a log."""
-        return time.monotonic() - self._last_line >= self._line_seconds
+        return time.monotonic() - self._last_line >= LINE_SECONDS
 
     def step(self, message: StepDone, speed: float | None) -> None:
         """Shows a step; ``speed`` is the recent speed in samples/s, for text in tokens/s."""
@@ -138,7 +137,7 @@ class RunConsole:
             scores = list(labels.scores)
             if self._run.config.dataset.validation is not None:
                 scores[0] = "val loss"
-            if not (self._labels.text or self._run.config.has_top5):
+            if not (self._run.config.text or self._run.config.has_top5):
                 scores[2] = ""
             headings = "epoch", "train loss", labels.accuracy, *scores, labels.speed, "lr"
             show_line(self.console, self._columns(*headings), "bold")
@@ -147,7 +146,7 @@ class RunConsole:
         if test is not None:
             test_loss, second, third = score_fields(self._run.config.task, test.scores).values()
             third_shown = "" if third is None else percent(third)
-            tested = loss(test_loss), perplexity(second) if self._labels.text else percent(second), third_shown
+            tested = loss(test_loss), perplexity(second) if self._run.config.text else percent(second), third_shown
         epoch = f"{self._epoch}/{self._run.config.epochs}{share}"
         line = self._columns(
             epoch, *self._format_means(), *tested, rate(self._speed), learning_rate(self._learning_rate)

@@ -18,11 +18,12 @@ from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.plots.timeline_values import idle_share
 from gpipe_cli.reporting.run.description import RunContext, score_fields
 from gpipe_cli.reporting.run.lines import LOG
-from gpipe_cli.reporting.run.measurement import format_stages, group_stages_by_device
+from gpipe_cli.reporting.run.measurement import format_stages
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.results.files import RESULT_FILE
-from gpipe_cli.results.metrics import METRICS, hparam_metrics
+from gpipe_cli.results.metrics import METRICS, hparam_metrics, select_metrics
 from gpipe_cli.results.run import RunResult, StageMemory
+from gpipe_cli.schedule.placement import stages_of_devices
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import GIB
 
@@ -57,11 +58,8 @@ class LoggerGroup:
         self._open: dict[Logger, RunLogger] = {}
         self._flushed = dict.fromkeys(_FLUSH_SECONDS, time.monotonic())
         # horizontal lines to compare measured curves with
-        self._constants = _keyed_by_tag({
-            "bubble_ideal": result.bubble.ideal,
-            "idle_predicted": result.idle.predicted,
-            "bubble_predicted": result.bubble.predicted,
-        })  # fmt: skip
+        constants = select_metrics("bubble_ideal", "idle_predicted", "bubble_predicted")
+        self._constants = {metric.tag: metric.value(result) for metric in constants}
 
     def describe(self, config_yaml: str, banner: str) -> None:
         """Sends the settings, and the configuration and the banner as texts, so that a killed run also has them."""
@@ -181,7 +179,7 @@ def _memory_curves(message: StepDone, device_of_stage: Sequence[int]) -> dict[st
         return {}
     of_stages = {
         f"memory/stage{'s' * (len(stages) > 1)}_{format_stages(stages)}_gib": message.memory_bytes[stages[0]] / GIB
-        for stages in group_stages_by_device(device_of_stage)
+        for stages in stages_of_devices(device_of_stage)
     }
     return _keyed_by_tag({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
 

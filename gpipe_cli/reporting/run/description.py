@@ -6,16 +6,15 @@ As in the paper, runs on images are judged by top-1 (section 4), runs on text by
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_cli.config.groups import DatasetConfig, ImagesConfig, model_name
-from gpipe_cli.config.settings import SAMPLE_WORDS, TEXT_TASKS, Task, TrainConfig
+from gpipe_cli.config.settings import TEXT_TASKS, Task, TrainConfig
 from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.schedule.simulator import ideal_bubble
 from gpipe_cli.training.events import Scores, TrainingReady
 
 if TYPE_CHECKING:  # these modules import torch, which takes seconds; tables of runs do not need it
-    from gpipe_cli.planner.mfu import StepFlops
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.plan import Plan
 
@@ -31,7 +30,8 @@ class RunContext:
     config: TrainConfig
     plan: "Plan"
     spec: "PipelineSpec"
-    flops: "StepFlops"
+    peak_flops_per_second: float | None  # of all devices in use together; None if it is not known
+    peak_source: str  # the source of the peak, or why it is not known
     bench: bool = False  # the run measures, and trains no model
     start: Start | None = None  # None: no command started the run
     restarts: tuple[Restart, ...] = ()  # restarts within this command
@@ -76,12 +76,9 @@ class RunContext:
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
 
 
-@dataclass(frozen=True)
-class TaskLabels:
+class TaskLabels(NamedTuple):
     """The terms and columns of a task's reports."""
 
-    text: bool  # whether loss, accuracy and speed are per token; otherwise per sample
-    sample: str  # an item of the data set
     speed: str  # the unit of the speed in columns and bars
     accuracy: str  # name of the fraction of right predictions, in columns and bars
     scores: tuple[str, str, str]  # names of the scores on the test set, in columns
@@ -108,16 +105,16 @@ def dataset_label(dataset: DatasetConfig) -> str:
 
 def task_labels(task: Task) -> TaskLabels:
     """The terms of a task. Lines are at most 75 characters long, so that ` best` still fits into 80 columns."""
-    if task not in TEXT_TASKS:
-        ends = (10, 21, 29, 40, 48, 56, 66, 75)
-        return TaskLabels(False, SAMPLE_WORDS[task], "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
-    ends = (5, 16, 26, 36, 47, 57, 66, 75)
-    return TaskLabels(True, SAMPLE_WORDS[task], "tokens/s", "token acc", ("test loss", "perplexity", "token acc"), ends)
+    if task in TEXT_TASKS:
+        ends = (5, 16, 26, 36, 47, 57, 66, 75)
+        return TaskLabels("tokens/s", "token acc", ("test loss", "perplexity", "token acc"), ends)
+    ends = (10, 21, 29, 40, 48, 56, 66, 75)
+    return TaskLabels("samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
 
 
 def score_fields(task: Task, scores: Scores) -> dict[str, float | None]:
     """The scores of a test set, by their names in result.json."""
-    if task_labels(task).text:
+    if task in TEXT_TASKS:
         return {"loss": scores.loss, "perplexity": perplexity(scores.loss), "token_accuracy": scores.top1}
     return {"loss": scores.loss, "top1": scores.top1, "top5": scores.top5}
 

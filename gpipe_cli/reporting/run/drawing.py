@@ -3,7 +3,6 @@
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from statistics import median_low
@@ -121,7 +120,9 @@ class StepDrawer:
         title = f"epoch {step.epoch}, step {step.step:,}"
         steps = self._median.steps
         note = f"the median of {steps:,} steps" if steps > 1 else ""
-        views = [TimelineView(title, "measured", timeline, recorded.began_seconds, step.seconds, asdict(shares), note)]
+        views = [
+            TimelineView(title, "measured", timeline, recorded.began_seconds, step.seconds, shares._asdict(), note)
+        ]
         if plan is not None and plan.micro_batches == micro_batches:
             views.append(view_of_plan(title, plan))
         self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpipe_cli.config.groups import CustomConfig, ModelConfig
 from gpipe_cli.results.run import CONTENDED_SHARE, StageMemory
+from gpipe_cli.schedule.placement import stages_of_devices
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.source_code import Commit, commit_of
 from gpipe_cli.units import join_ranges
@@ -81,7 +82,7 @@ def stage_memory(
     """The parts of each measured peak, in bytes, which add up to it. Stages that share a device, or a process on a CPU,
     share a peak. If activations were not counted, they are the planned ones."""
     memories = []
-    for stages in group_stages_by_device(spec.layout.device_of_stage) if peaks else ():
+    for stages in stages_of_devices(spec.layout.device_of_stage) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
             "weights": sum(planned[k].weights_bytes for k in stages),
@@ -95,14 +96,6 @@ def stage_memory(
         stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else format_stages(stages)
         memories.append(StageMemory(stage, **parts, other=peak - sum(parts.values()), peak=peak))
     return tuple(memories)
-
-
-def group_stages_by_device(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:
-    """The stages of each device."""
-    return [
-        tuple(k for k, other in enumerate(device_of_stage) if other == device)
-        for device in dict.fromkeys(device_of_stage)
-    ]
 
 
 def format_stages(stages: Sequence[int]) -> str:

@@ -6,7 +6,7 @@
 import io
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gpipe_cli.config.settings import CONFIG_FILE, Task, TrainConfig, target_of, to_yaml
 from gpipe_cli.errors import error_text
-from gpipe_cli.reporting.page.page import MAX_STEPS, PAGE, write_page
+from gpipe_cli.reporting.page.page import MAX_STEPS, PAGE, PageContext, write_page
 from gpipe_cli.reporting.plots.chrome_trace import write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle_share
 from gpipe_cli.reporting.run import measurement
@@ -30,12 +30,10 @@ from gpipe_cli.reporting.run.lines import format_resume_command, log_to_folder, 
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, compare_with_prediction, measured_breakdown
 from gpipe_cli.reporting.run.summary import describe_speed_kind, show_summary
 from gpipe_cli.results.run import (
-    Breakdowns,
-    BubbleShares,
     Evaluation,
-    IdleShares,
     Partition,
     Prediction,
+    Restart,
     RunResult,
     Start,
     Status,
@@ -118,7 +116,7 @@ class Reporter:
                 self._step(message)
             case StepRecorded():
                 assert self._last is not None
-                self.add_breakdown(self._last.step, asdict(self._drawer.analyze(self._last, message)[1]))
+                self.add_breakdown(self._last.step, self._drawer.analyze(self._last, message)[1]._asdict())
                 self._drawer.add(self._last, message)
             case Evaluated():
                 self._add_evaluation(message)
@@ -189,12 +187,13 @@ class Reporter:
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         kind, share = self._speed_kind
-        write_page(
-            self._folder / PAGE, title, self._run.simulation, self._pictures, run=str(self._folder),
+        about = PageContext(
             commands=[start.command for start in self._result.starts],
+            run=str(self._folder),
             contended=share if kind == "measured_contended" else None,
             launched=self._run.ready.graphs.fallback_reasons if self._run.ready.graphs else (),
-        )  # fmt: skip
+        )
+        write_page(self._folder / PAGE, title, self._run.simulation, self._pictures, about)
 
     def _add_evaluation(self, message: Evaluated) -> None:
         test = _to_evaluation(self._result.task, message)
@@ -308,11 +307,10 @@ class Reporter:
         return measurement.classify_speed(self._run.spec.layout.one_device, share), share
 
     def _current_result(self) -> RunResult:
-        """The result so far."""
         run, result = self._run, self._result
         median, quartiles = self._medians.median, self._medians.quartiles
         speeds = median("samples_per_second"), median("tokens_per_second")
-        flops = run.flops.per_second(*speeds)
+        flops = run.plan.flops_per_second(*speeds)
         seconds, starts = time.monotonic() - self._begin, result.starts
         if run.start is not None:
             *earlier, last = starts
@@ -337,9 +335,9 @@ class Reporter:
             memory=measurement.stage_memory(
                 run.spec, run.plan.memory, result.memory_bytes, result.activation_bytes, self._overhead_bytes
             ),
-            breakdown=replace(result.breakdown, measured=shares),
-            idle=replace(result.idle, measured=None if shares is None else idle_share(shares)),
-            bubble=replace(result.bubble, measured=None if shares is None else shares["bubble"]),
+            breakdown=result.breakdown | {"measured": shares},
+            idle=result.idle | {"measured": None if shares is None else idle_share(shares)},
+            bubble=result.bubble | {"measured": None if shares is None else shares["bubble"]},
             tokens_per_second=speeds[1],
             tokens_per_second_quartiles=quartiles("tokens_per_second"),
         )
@@ -354,7 +352,11 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         prediction = Prediction(
             plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes, plan.step_range
         )
-        shares = asdict(plan.breakdown)
+        shares = plan.breakdown._asdict()
+    starts = starts_so_far(folder, config.resume, run.start, run.restarts)
+    if run.start is not None and run.start is starts[-1]:
+        code = measurement.find_commits(config.model)
+        starts = (*starts[:-1], replace(run.start, first_step=run.ready.first_step, code=code))
     result = RunResult(
         status="running",
         command="bench" if run.bench else "train",
@@ -364,21 +366,21 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         model_parameters=sum(spec.parameters),
         steps=run.ready.first_step,
         warm_up_steps=run.warm_up_steps,
-        model_flops=run.flops.step,
-        peak_flops_per_second=run.flops.peak_per_second,
+        model_flops=run.plan.step_flops,
+        peak_flops_per_second=run.peak_flops_per_second,
         global_batch=config.batch_size,
         executor=run.executor,
         ideal_bubble=run.ideal_bubble,
-        breakdown=Breakdowns(predicted=shares),
-        idle=IdleShares(predicted=None if shares is None else idle_share(shares)),
-        bubble=BubbleShares(run.ideal_bubble, predicted=None if shares is None else shares["bubble"]),
+        breakdown={"measured": None, "predicted": shares},
+        idle={"measured": None, "predicted": None if shares is None else idle_share(shares)},
+        bubble={"ideal": run.ideal_bubble, "measured": None, "predicted": None if shares is None else shares["bubble"]},
         prediction=prediction,
         partitions=tuple(map(Partition, spec.layout.rank_of_stage, spec.layout.devices, spec.layer_names,
                              spec.parameters, run.cost_shares)),
         compiled=None if run.ready.compiled is None else asdict(run.ready.compiled),
         graphs=None if run.ready.graphs is None else asdict(run.ready.graphs),
         resumed_from=config.resume,
-        starts=_all_starts(folder, run),
+        starts=starts,
         restarts=run.restarts,
         versions=measurement.read_versions(config.text),
         hardware=measurement.describe_hardware(run.ready.gpu_names, spec.layout.threads),
@@ -389,19 +391,16 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
     return _with_evaluations(result, config, run.ready.test, run.ready.best)
 
 
-def recorded_starts(folder: Path, resume: str | None) -> tuple[Start, ...]:
-    """The starts of a run that begins again in ``folder``, or is resumed from ``resume``, that are recorded there."""
+def starts_so_far(
+    folder: Path, resume: str | None, start: Start | None, restarts: Sequence[Restart]
+) -> tuple[Start, ...]:
+    """The starts that are recorded in ``folder`` or, of a run that is resumed, in ``resume``; then `start`, unless it
+    was recorded before a restart."""
     results = [run_result_or_none(Path(path)) for path in (folder, resume) if path is not None]
-    return next((result.starts for result in results if result is not None), ())
-
-
-def _all_starts(folder: Path, run: RunContext) -> tuple[Start, ...]:
-    """The recorded starts of the run, followed by this start."""
-    earlier = recorded_starts(folder, run.config.resume)
-    if run.start is None or (run.restarts and earlier and earlier[-1].started == run.start.started):
-        return earlier  # they include this start if it was recorded before the restart
-    commits = measurement.find_commits(run.config.model)
-    return (*earlier, replace(run.start, first_step=run.ready.first_step, code=commits))
+    recorded = next((result.starts for result in results if result is not None), ())
+    if start is None or (restarts and recorded and recorded[-1].started == start.started):
+        return recorded
+    return (*recorded, start)
 
 
 def complete_result(folder: Path, config: TrainConfig, progress: Progress) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.config.settings import Task
+from gpipe_cli.config.settings import SAMPLE_WORDS, TEXT_TASKS, Task
 from gpipe_cli.reporting.page.page import PAGE
-from gpipe_cli.reporting.run.description import RunContext, task_labels, to_evaluation
+from gpipe_cli.reporting.run.description import RunContext, to_evaluation
 from gpipe_cli.reporting.run.lines import align_or_stack, print_fields, show_text
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
 from gpipe_cli.results.dict_conversion import to_dict
@@ -40,12 +40,12 @@ def show_summary(
     if result.error:
         print_fields(console, [("error", result.error)])
     print_fields(console, _score_fields(result))
-    if result.breakdown.measured is not None:
-        show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0, run.plan)
+    if result.breakdown["measured"] is not None:
+        show_shares(console, result.breakdown, run.ideal_bubble, run.plan)
     if result.memory:
         print_fields(console, align_or_stack(console, memory_rows(result.memory)))
     if bench:
-        print_fields(console, _flops(result, run.flops.peak_source))
+        print_fields(console, _flops(result, run.peak_source))
     facts = [("run folder", str(folder))]
     if not bench and (failed := result.failed_checkpoints):
         facts.append(("not written", f"{plural(failed, 'checkpoint')} (see the warnings above)"))
@@ -92,17 +92,17 @@ def describe_outcome(result: RunResult) -> tuple[str, str]:
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
     """Shows an evaluation and writes evaluate.json next to the run's result.json, which stays. Raises OSError."""
-    labels = task_labels(task)
+    text = task in TEXT_TASKS
     translation = message.translation
     tested = to_evaluation(task, message.scores)
     results: dict[str, Any] = {
         "checkpoint": checkpoint,
         "task": task,
         "samples": message.samples,
-        **{key: value for key, value in to_dict(tested, labels.text).items() if key not in ("step", "epoch")},
+        **{key: value for key, value in to_dict(tested, text).items() if key not in ("step", "epoch")},
         "seconds": message.seconds,
     }
-    if labels.text:
+    if text:
         results["unigram_perplexity"] = message.unigram_perplexity
     if task == "translation":
         results["translation"] = None if translation is None else asdict(translation)
@@ -112,7 +112,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         amount = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
         outcome = format_scores(task, tested, message.unigram_perplexity)
-        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{labels.sample}s", amount), *message.notes]
+        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{SAMPLE_WORDS[task]}s", amount), *message.notes]
         if translation is not None:
             facts += translation_fields(translation)
         print_fields(console, [*facts, ("written to", str(folder / EVALUATION))])
@@ -149,13 +149,10 @@ def translation_fields(translation: TranslationScores) -> Iterable[tuple[str, st
 def _format_pairs(pairs: Sequence[PairScores]) -> str:
     """`fr-en 41.2, de-en 38.0, es-en 37.1 ... am-en 2.1, my-en 1.0, km-en 0.4, of 102 pairs`, the best first."""
     ordered = sorted(pairs, key=lambda pair: (-pair.bleu, -pair.chrf))
-    best, worst = ", ".join(map(_format_pair, ordered[:MAX_PAIRS])), ", ".join(map(_format_pair, ordered[-MAX_PAIRS:]))
-    few = len(pairs) <= 2 * MAX_PAIRS
-    return ", ".join(map(_format_pair, ordered)) if few else f"{best} ... {worst}, of {len(pairs)} pairs"
-
-
-def _format_pair(pair: PairScores) -> str:
-    return f"{pair.pair} {pair.bleu:.1f}"
+    shown = [f"{pair.pair} {pair.bleu:.1f}" for pair in ordered]
+    if len(pairs) <= 2 * MAX_PAIRS:
+        return ", ".join(shown)
+    return f"{', '.join(shown[:MAX_PAIRS])} ... {', '.join(shown[-MAX_PAIRS:])}, of {len(pairs)} pairs"
 
 
 def _score_fields(result: RunResult) -> Iterable[tuple[str, str]]:
@@ -174,7 +171,7 @@ def _score_fields(result: RunResult) -> Iterable[tuple[str, str]]:
         yield "", f"the best, chosen on the test set, {_at_step(best)}"
     if result.samples_per_second_kind is None:
         return
-    sample = task_labels(result.task).sample
+    sample = SAMPLE_WORDS[result.task]
     step = f"{METRICS['step_seconds'].text(result)} per step"
     speeds = [(TOKENS, f"{TOKENS.text(result)} tokens/s")] if result.text else []
     speeds.append((SAMPLES, f"{SAMPLES.text(result)} {sample}s/s"))

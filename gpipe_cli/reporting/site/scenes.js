@@ -144,10 +144,6 @@ function startOwn() {
   }
 }
 
-function fullestPeak({device_memory}) {
-  return Math.max(...device_memory.map(peak));
-}
-
 function start() {
   state.asItRan = {...simulated({K: 1, M: 1}), kind: "K = 1", about: "one device, for comparison"};
   startPicture();

@@ -4,11 +4,10 @@ Consecutive layers or stages that are alike share a row: the paper's largest Tra
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -40,8 +39,7 @@ MAX_SKIPS = 3  # further skips are only counted
 GRID_LINES = 34  # the most lines of a grid on the console: two blocks of sixteen stages
 
 
-@dataclass(frozen=True)
-class SweptPlan:
+class SweptPlan(NamedTuple):
     """A combination of settings in a sweep of plans."""
 
     settings: Mapping[str, object]  # settings that vary
@@ -72,7 +70,7 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
         if verbose:
             _show_grid(console, plan.grid)
         print_fields(console, _details(plan))
-        show_shares(console, {"predicted": asdict(plan.breakdown)}, plan.ideal_bubble, plan)
+        show_shares(console, {"predicted": plan.breakdown._asdict()}, plan.ideal_bubble, plan)
 
 
 def stage_table(plan: Plan) -> Table:

@@ -27,6 +27,7 @@ from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import describe_speed_kind, results_depend_on_threads
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column, Table, show_table, to_csv
 from gpipe_cli.results.bench import BENCH_CSV_FILE, BENCH_FILE, BenchRow, BenchTable
+from gpipe_cli.results.dict_conversion import to_dict
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.metrics import METRICS, Metric, select_metrics
 from gpipe_cli.results.run import RunResult
@@ -180,7 +181,7 @@ def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -
 
 def write_bench(folder: Path, table: BenchTable) -> None:
     """Writes bench.json, and bench.csv with a flat row per cell. Raises OSError."""
-    tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.to_dict() for row in table.rows]}
+    tree = table._asdict() | {"rows": [to_dict(row, row.text) for row in table.rows]}
     write_result(folder, tree, BENCH_FILE)
     lines = [_line(row, table.varies) for row in table.rows]
     keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest row first
@@ -217,7 +218,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
     speeds = [result.speed for result in results if result.speed is not None]
     medians = StepMedians(warm_up_steps=0)
     for result in results:
-        medians.add(result.breakdown.measured or {})
+        medians.add(result.breakdown.get("measured") or {})
     shares = measured_breakdown(medians)
 
     def median_of(key: str) -> float | None:
@@ -262,7 +263,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
 def _line(row: BenchRow, varies: Sequence[str]) -> dict[str, Any]:
     """A row of bench.csv: varied settings, measured values, then resolved values."""
     apart = ("settings", "breakdown", "resolved", "folders", *(key for key in SYMBOLS if key in varies))
-    values = {key: value for key, value in row.to_dict().items() if key not in apart}
+    values = {key: value for key, value in to_dict(row, row.text).items() if key not in apart}
     values |= {f"breakdown_{name}": (row.breakdown or {}).get(name) for name in SHARES}
     values |= {key: value for key, value in row.resolved.items() if key not in values}
     line = {key: row.settings.get(key) for key in varies}

@@ -11,7 +11,7 @@ import pytest
 from reporting_runs import LANGUAGE_MODEL, evaluation, plan, reporter_in, shares, step
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.compare.comparison import compare, differing_settings, names
+from gpipe_cli.reporting.compare.comparison import compare, differing_settings
 from gpipe_cli.reporting.compare.report import notes, same_curve_notes
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, count_devices, scalings
@@ -77,14 +77,15 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
 
 def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
     assert differing_settings(runs) == ["partitions"]  # though output, run_folder and names of files differ too
-    assert names(runs) == compare(runs).labels == [f"partitions={k}" for k in (1, 2, 4, 16)]
-    assert names([*runs[:2], runs[1]]) == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
-    assert names([runs[1], runs[1]]) == ["partitions=2 #1", "partitions=2 #2"]  # the folder's name: nothing differs
+    assert compare(runs).names == [f"partitions={k}" for k in (1, 2, 4, 16)]
+    assert compare([*runs[:2], runs[1]]).names == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
+    twice = compare([runs[1], runs[1]])  # the folder's name: nothing differs
+    assert twice.names == ["partitions=2 #1", "partitions=2 #2"]
 
 
 def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None:
     one = Curve((1,), (1.0,))
-    assert same_curves([one, replace(one, complete=False), one, None, None]) == [[0, 2]], "one is only a sample"
+    assert same_curves([one, one._replace(complete=False), one, None, None]) == [[0, 2]], "one is only a sample"
     assert same_curves([Curve((1,), (0.0,)), Curve((1,), (-0.0,))]) == []
     # NaN included; K = 4 differs in one bit, K = 16 is shorter
     (note,) = same_curve_notes(compare(runs))

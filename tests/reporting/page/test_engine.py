@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
-from gpipe_cli.reporting.page.page import write_page
+from gpipe_cli.reporting.page.page import PageContext, write_page
 from gpipe_cli.schedule.breakdown import breakdown
 from gpipe_cli.schedule.dependencies import ScheduleError, check
 from gpipe_cli.schedule.in_flight_memory import SavedAmounts, bytes_per_action, peak_skip_bytes
@@ -55,7 +55,7 @@ def data_of(config: TrainConfig, profile: ModelProfile) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
     path = tmp_path_factory.mktemp("page") / "pipeline.html"
-    write_page(path, "AmoebaNet-D on digits", data_of(*own()), ())
+    write_page(path, "AmoebaNet-D on digits", data_of(*own()), (), PageContext())
     for page in opened_page():
         page.goto(f"file://{path}")
         yield page
@@ -113,11 +113,11 @@ def costs_of(
 
     keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
     return {
-        "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
+        "stages": [dict(zip(keys, stage, strict=True)) for stage in stages],
         "edges": [sent(edge) for (sender, receiver), edge in edges.items() if receiver == sender + 1],
         "slowdown": slowdown,
         "device_of_stage": device_of_stage,
-        "ties": list(map(asdict, ties)),
+        "ties": [tie._asdict() for tie in ties],
         "skips": [
             {"sender": sender, "receiver": receiver, **sent(edge)}
             for (sender, receiver), edge in edges.items()
@@ -175,7 +175,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
             [[e.what.value, e.start_seconds, e.end_seconds, e.action and str(e.action)] for e in of]
             for of in timeline.events
         ],
-        "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
+        "shares": shares._asdict(),
         "held": [list(bytes_per_action(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
         "waiting": list(peak_skip_bytes(schedule, waiting, device_of_stage)),
         "checked": None,
@@ -334,7 +334,7 @@ def test_other_settings_give_the_numbers_of_their_plan(page: "Page", replicas: i
             "balance": list(plan.balance),
             "rows": [list(map(str, row)) for row in plan.schedule],
             "step_seconds": plan.step_seconds,
-            "breakdown": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
+            "breakdown": shares._asdict(),
             "memory": [{"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
                         "buffers": m.buffers_bytes, "workspace": m.workspace_bytes,
                         "held": m.activations_bytes} for m in plan.memory],

@@ -15,7 +15,9 @@ BARS = sum(map(len, timeline().stages))
 
 def data_of(folder: Path, *steps: StepPicture, **values: Any) -> dict[str, Any]:
     """What the page was given, as its script reads it."""
-    page.write_page(folder / "pipeline.html", "</script><!-- AmoebaNet-D", values, steps, run="outputs/run")
+    page.write_page(
+        folder / "pipeline.html", "</script><!-- AmoebaNet-D", values, steps, page.PageContext(run="outputs/run")
+    )
     text = (folder / "pipeline.html").read_text(encoding="utf-8")
     assert [path.name for path in folder.iterdir()] == ["pipeline.html"]
     assert text.count("</script") == 2  # no value ends its element

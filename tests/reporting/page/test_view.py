@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from plan_runs import EVEN, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.planner.simulation_data import simulation_data
-from gpipe_cli.reporting.page.page import write_page
+from gpipe_cli.reporting.page.page import PageContext, write_page
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView
 from gpipe_cli.schedule.named_schedules import build
@@ -34,10 +34,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert waited.what == "waiting"
     early = waited._replace(start_seconds=-plan.step_seconds)
     timeline = replace(plan.timeline, events=(first, (early, *others)))
-    view = TimelineView("", "measured", timeline, 0.0, plan.step_seconds, asdict(plan.breakdown))
+    view = TimelineView("", "measured", timeline, 0.0, plan.step_seconds, plan.breakdown._asdict())
     path = tmp_path_factory.mktemp("page") / "pipeline.html"
     data = simulation_data(plan)
-    write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)])
+    write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)], PageContext())
     return path
 
 

@@ -23,6 +23,10 @@ def colour_at(
     return tuple(map(int, picture[round(row), round((drawing.LEFT_INCHES + room * seconds / end) * DPI)]))
 
 
+def rgb(colour: palette.Colour) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
+
+
 def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() -> None:
     views = [timeline(), timeline(0.005, kind="predicted")]
     picture = draw(views)
@@ -33,10 +37,10 @@ def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() 
             for bar in bars:
                 if bar.what in ("F", "B"):
                     quarter = bar.start_seconds + (bar.end_seconds - bar.start_seconds) / 4
-                    expected = palette.rgb(palette.colour(bar.what, bar.micro_batch, 2))
+                    expected = rgb(palette.colour(bar.what, bar.micro_batch, 2))
                     assert colour_at(picture, views, panel, stage, quarter) == expected, (panel, stage, bar)
-    assert colour_at(picture, views, 0, 1, 0.12) == palette.rgb(palette.UPDATE)
+    assert colour_at(picture, views, 0, 1, 0.12) == rgb(palette.UPDATE)
     assert colour_at(picture, views, 1, 1, 0.117) == (255, 255, 255)
     idle = {colour_at(picture, views, 0, 1, 0.1 + n / 5000) for n in range(10)}
-    assert palette.rgb(palette.IDLE) in idle
+    assert rgb(palette.IDLE) in idle
     assert len(idle) > 1  # hatched

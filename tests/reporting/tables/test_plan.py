@@ -1,6 +1,5 @@
 """What `gpipe plan` writes of a plan, and how it is shown."""
 
-from dataclasses import asdict, astuple
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def test_numbers_of_a_plan(tmp_path: Path, partitions: int) -> None:
     assert row(lines, "memory  ").startswith(f"memory {size(fullest)} on stage ")
     assert result.samples_per_second == 8 / result.step_seconds
     for stage in result.stages:
-        assert stage.memory.total_bytes == sum(astuple(stage.memory))
+        assert stage.memory.total_bytes == sum(stage.memory)
     assert read_result(tmp_path, "plan.json")["samples_per_second"] == result.samples_per_second
 
 
@@ -52,7 +51,7 @@ def test_skips_past_other_stages_are_named_with_their_bytes(tmp_path: Path) -> N
     lines = shown(made, tmp_path)
     first = lines.index("skips        images: stage 0 to 2, 6.0 KiB of each micro-batch")
     assert lines[first + 1] == "             high: stage 0 to 2, 8.0 KiB of each micro-batch"
-    assert read_result(tmp_path, "plan.json")["skips"] == [asdict(skip) for skip in made.skips]
+    assert read_result(tmp_path, "plan.json")["skips"] == [skip._asdict() for skip in made.skips]
 
 
 def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
