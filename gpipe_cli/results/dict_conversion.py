@@ -60,8 +60,6 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         return kind(**{name: _convert(hints[name], value[name], f"{key}.{name}") for name in hints if name in value})
     if origin is tuple and isinstance(value, list) and (args[1] is ... or len(args) == len(value)):
         return tuple(_convert(args[0], item, key) for item in value)
-    if origin is dict and isinstance(value, dict):
-        return {name: _convert(args[1], item, f"{key}.{name}") for name, item in value.items()}
     if kind is float and isinstance(value, int):
         return float(value)
     if kind is Any or isinstance(value, str if origin is Literal else origin or kind):

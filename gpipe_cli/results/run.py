@@ -45,6 +45,31 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
+class Breakdowns:
+    """Shares of the stage-time of a step by name, which add up to 1."""
+
+    measured: dict[str, float] | None = None
+    predicted: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class IdleShares:
+    """The share of the stage-time of a step in which stages do nothing, whatever the cause."""
+
+    measured: float | None = None
+    predicted: float | None = None
+
+
+@dataclass(frozen=True)
+class BubbleShares:
+    """The bubble as a share of the stage-time of a step."""
+
+    ideal: float | None = None  # (K-1)/(M+K-1)
+    measured: float | None = None
+    predicted: float | None = None
+
+
+@dataclass(frozen=True)
 class Prediction:
     """A step as the plan of the run predicted it."""
 
@@ -129,11 +154,9 @@ class RunResult:
     global_batch: int | None = None  # samples of a mini-batch
     executor: str | None = None
     ideal_bubble: float | None = None
-    # `measured` and `predicted` -> shares of the stage-time of a step by name, which add up to 1
-    breakdown: dict[str, dict[str, float] | None] = field(default_factory=dict)
-    # the same -> the share in which stages do nothing, whatever the cause
-    idle: dict[str, float | None] = field(default_factory=dict)
-    bubble: dict[str, float | None] = field(default_factory=dict)  # the same, and `ideal`: (K-1)/(M+K-1)
+    breakdown: Breakdowns = Breakdowns()
+    idle: IdleShares = IdleShares()
+    bubble: BubbleShares = BubbleShares()
     prediction: Prediction | None = None
     activation_bytes: tuple[int, ...] | None = None  # per stage, counted
     predicted_activation_bytes: tuple[int, ...] | None = None  # predicted for the mini-batch in which they were counted

@@ -134,7 +134,7 @@ def flat_result(folder: Path) -> dict[str, Plain]:
     result, settings = record.result, {key: _plain(value) for key, value in record.settings.items()}
     facts = {"speed_kind": result.samples_per_second_kind, "machine": record.machine}
     numbers = {key: metric.value(result) for key, metric in METRICS.items() if metric.path}
-    for kind, shares in result.breakdown.items():
+    for kind, shares in (("measured", result.breakdown.measured), ("predicted", result.breakdown.predicted)):
         numbers |= {f"{name}_{kind}": share for name, share in (shares or {}).items()}
     return {
         "run": folder.name,

@@ -30,7 +30,10 @@ from gpipe_cli.reporting.run.lines import format_resume_command, log_to_folder, 
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, compare_with_prediction, measured_breakdown
 from gpipe_cli.reporting.run.summary import describe_speed_kind, show_summary
 from gpipe_cli.results.run import (
+    Breakdowns,
+    BubbleShares,
     Evaluation,
+    IdleShares,
     Partition,
     Prediction,
     Restart,
@@ -335,9 +338,9 @@ class Reporter:
             memory=measurement.stage_memory(
                 run.spec, run.plan.memory, result.memory_bytes, result.activation_bytes, self._overhead_bytes
             ),
-            breakdown=result.breakdown | {"measured": shares},
-            idle=result.idle | {"measured": None if shares is None else idle_share(shares)},
-            bubble=result.bubble | {"measured": None if shares is None else shares["bubble"]},
+            breakdown=replace(result.breakdown, measured=shares),
+            idle=replace(result.idle, measured=None if shares is None else idle_share(shares)),
+            bubble=replace(result.bubble, measured=None if shares is None else shares["bubble"]),
             tokens_per_second=speeds[1],
             tokens_per_second_quartiles=quartiles("tokens_per_second"),
         )
@@ -371,9 +374,9 @@ def _initial_result(folder: Path, run: RunContext) -> RunResult:
         global_batch=config.batch_size,
         executor=run.executor,
         ideal_bubble=run.ideal_bubble,
-        breakdown={"measured": None, "predicted": shares},
-        idle={"measured": None, "predicted": None if shares is None else idle_share(shares)},
-        bubble={"ideal": run.ideal_bubble, "measured": None, "predicted": None if shares is None else shares["bubble"]},
+        breakdown=Breakdowns(predicted=shares),
+        idle=IdleShares(predicted=None if shares is None else idle_share(shares)),
+        bubble=BubbleShares(run.ideal_bubble, predicted=None if shares is None else shares["bubble"]),
         prediction=prediction,
         partitions=tuple(map(Partition, spec.layout.rank_of_stage, spec.layout.devices, spec.layer_names,
                              spec.parameters, run.cost_shares)),

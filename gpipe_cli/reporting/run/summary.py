@@ -40,8 +40,8 @@ def show_summary(
     if result.error:
         print_fields(console, [("error", result.error)])
     print_fields(console, _score_fields(result))
-    if result.breakdown["measured"] is not None:
-        show_shares(console, result.breakdown, run.ideal_bubble, run.plan)
+    if result.breakdown.measured is not None:
+        show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0, run.plan)
     if result.memory:
         print_fields(console, align_or_stack(console, memory_rows(result.memory)))
     if bench:

@@ -218,7 +218,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
     speeds = [result.speed for result in results if result.speed is not None]
     medians = StepMedians(warm_up_steps=0)
     for result in results:
-        medians.add(result.breakdown.get("measured") or {})
+        medians.add(result.breakdown.measured or {})
     shares = measured_breakdown(medians)
 
     def median_of(key: str) -> float | None:
