@@ -114,12 +114,13 @@ class Recipe:
             names: Mapping[str, Any] = runpy.run_path(str(file))
         else:
             names = vars(import_module(f"{experiments.__name__}.{self.experiment}"))
+        function: Any = names.get("reproduce")
         values = {**self.values, **values}
         try:
-            signature(names["reproduce"]).bind(None, **values)
+            signature(function).bind(None, **values)
         except TypeError as error:
             raise InputError(f"values of {self.name}: {self.experiment}.reproduce: {error}") from error
-        return partial(names["reproduce"], **values)
+        return partial(function, **values)
 
     def check(self, given: Sequence[str]) -> None:
         """Raises InputError for a setting without effect: any key below `recipe`, and a setting of a single command,

@@ -7,7 +7,7 @@ from typing import Any
 from recipe_runs import HERE, answering, column, experiment, real_runner
 
 from gpipe_cli.errors import NothingFitsError
-from gpipe_cli.reproduction.experiments.largest_model import BYTES, Family, naive_activations, train
+from gpipe_cli.reproduction.experiments.largest_model import BYTES, NAIVE, naive_activations, train
 from gpipe_cli.reproduction.recipe import read_recipe
 from gpipe_cli.reproduction.runner import keep_last
 
@@ -82,11 +82,6 @@ def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_pa
     assert ("found", "activations planned and counted are the same to the byte in 0 of 3 rows") in found.notes
 
 
-def family(name: str) -> Family:
-    values = read_recipe(name).values
-    return Family(values["sizes"], values["unit"], values["micro_batches"], values["grown"])
-
-
 def test_a_compiler_that_fuses_keeps_the_inputs_of_products_alone(tmp_path: Path) -> None:
     """Of each layer what goes into the attention's three projections, its output, and the two of the feed-forward; of
     the softmax its input."""
@@ -95,13 +90,14 @@ def test_a_compiler_that_fuses_keeps_the_inputs_of_products_alone(tmp_path: Path
         f"model.width={width}", f"model.hidden={hidden}", f"model.length={length}", "model.heads=2",
         "dataset.vocabulary=50", f"batch_size={samples}", *HERE,
     )  # fmt: skip
-    models = family("table1_transformer")
+    values = read_recipe("table1_transformer").values
+    model = values["sizes"][0]
     here = real_runner("table1_transformer", tmp_path, *tiny)
-    layers = int(models.sizes[0]["shown"])
+    layers = int(model["shown"])
     inputs = layers * (3 * width + hidden) + width
-    row = naive_activations("float32", "hardware.memory_gib=null", models, here)
+    row = naive_activations("float32", "hardware.memory_gib=null", model, BYTES[values["unit"]], here)
     assert row is not None
-    fused = 4 * samples * length * inputs / BYTES[models.unit]
+    fused = 4 * samples * length * inputs / BYTES[values["unit"]]
     assert (row["samples"], row["fused"]) == (samples, fused)
     assert row["activations"] > fused
 
@@ -111,7 +107,7 @@ def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(
     tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
     settings = keep_last((*recipe.small.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
     here = real_runner("table1_transformer", tmp_path, *settings)
-    row = train(1, True, family("table1_transformer"), here)
+    row = train("Naive-1", NAIVE, recipe.values["grown"], here)
     assert row is not None
     assert row["name"] == "Naive-1"
     assert int(row["size"]) >= 1

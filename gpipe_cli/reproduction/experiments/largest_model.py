@@ -6,7 +6,6 @@ and counted numbers never share a column.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gpipe_cli.config.settings import key_of, load_hardware
@@ -20,46 +19,42 @@ from gpipe_cli.units import size
 _MEMORY_LIMIT = "hardware.memory_gib"
 _SOLVE_MAX_MODEL = "++solve=max_model"  # `++`, as the file of a recipe has no such key
 BYTES = {"GB": 10**9, "GiB": 2**30}
+NAIVE = "partitions=1", "micro_batches=1", "recompute=never"
+Model = Mapping[str, Any]  # a model of the paper: its settings, and the paper's numbers
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Models of different sizes."""
-
-    sizes: Sequence[Mapping[str, Any]]  # the paper's models; the first is naive: K = 1, M = 1, nothing recomputed
-    unit: str  # of memory in the tables
-    micro_batches: int  # M of the pipelines
-    grown: str  # the size in which models grow that are trained here
-
-
 def reproduce(
-    runner: Runner,
-    sizes: Sequence[Mapping[str, Any]],
-    unit: str,
-    micro_batches: int,
-    measured: Sequence[int],
-    grown: str,
+    runner: Runner, sizes: Sequence[Model], unit: str, micro_batches: int, measured: Sequence[int], grown: str
 ) -> Findings:
-    """Train the largest models that fit the device at hand, with the numbers of partitions ``measured``, then plan the
-    paper's for its hardware. The other parameters: see ``Family``."""
+    """Train the largest models that fit the device at hand, then plan the paper's for its hardware.
+
+    ``sizes``: the paper's models, the first of them naive; ``unit``: of memory; ``micro_batches``: M of all but naive
+    models; ``measured``: numbers of partitions of trained models; ``grown``: the size in which these grow.
+    """
     settings = [key_of(setting) for setting in sizes[0]["settings"]]
     runner.check_not_given(dict.fromkeys(("partitions", "micro_batches", "recompute", *settings), ROWS_DIFFER))
     comparable = not runner.incomparable_settings()
-    family = Family(sizes, unit, micro_batches, grown)
+    parameters = {model["name"]: model["parameters"] for model in sizes}
     precisions = ["float32", "bfloat16"]
-    wanted = [(1, True), *((partitions, False) for partitions in measured)]
+    wanted = {"Naive-1": NAIVE, **{f"Pipeline-{k}": _pipeline(k, micro_batches) for k in measured}}
     notes = list[Note]()
     if runner.scale == "smoke":
         notes.append(("left out", f"no rows of {sizes[1]['name']} to {sizes[-1]['name']} at scale=smoke"))
-        sizes, precisions, wanted = sizes[:1], precisions[:1], wanted[:1]
-    trained = [row for k, naive in wanted if (row := train(k, naive, family, runner))]
+        sizes, precisions, wanted = sizes[:1], precisions[:1], {"Naive-1": NAIVE}
+    trained = [row for name, cell in wanted.items() if (row := train(name, cell, grown, runner))]
     paper = runner.with_settings().without("cost")  # no layer of that size is timed on this device
-    planned = [_plan_paper_model(at, model, family, paper) for at, model in enumerate(sizes)]
+    cells = NAIVE, *(_pipeline(model["partitions"], micro_batches) for model in sizes[1:])
+    planned = [
+        {**model, **_plan_paper_model(number, (*model["settings"], *cell), BYTES[unit], paper)}
+        for number, (model, cell) in enumerate(zip(sizes, cells, strict=True), start=1)
+    ]
     assumptions = [
         (precision, more) for precision in precisions for more in (f"{_MEMORY_LIMIT}=null", "batch_size=auto")
     ]
-    naive = [row for assumed in assumptions if (row := naive_activations(*assumed, family, paper))]
+    naive = [row for assumed in assumptions if (row := naive_activations(*assumed, sizes[0], BYTES[unit], paper))]
+    for row in trained:
+        row["paper"] = parameters.get(row["name"])
     _add_ratios(planned, "parameters", "largest_parameters")
     _add_ratios(trained, "paper", "parameters")
     hardware = planned[0]["plan"]["hardware"]["name"]
@@ -205,26 +200,27 @@ def _describe_nearest(paper: Mapping[str, Any], naive: Sequence[Row], unit: str)
     yield "found", f"{of_paper} are closest to {nearest}: {activations:,.2f} {unit}"
 
 
-def train(partitions: int, naive: bool, family: Family, runner: Runner) -> Row | None:
-    """Find the largest model that fits the device at hand, and train it for two steps; None if none fits."""
-    name = f"{'Naive' if naive else 'Pipeline'}-{partitions}"
-    cell = _cell(partitions, naive, family)
+def _pipeline(partitions: int, micro_batches: int) -> tuple[str, ...]:
+    return f"partitions={partitions}", f"micro_batches={micro_batches}", "recompute=always"
+
+
+def train(name: str, cell: Sequence[str], grown: str, runner: Runner) -> Row | None:
+    """Find the largest model that fits the device at hand, and train it for two steps; None if none fits. ``cell``: the
+    settings of this row; ``grown``: the size in which the model grows."""
     folder = f"here_{name.lower()}"
-    largest = _largest_size(family.grown, _plan(runner, f"{folder}_largest", *cell, _SOLVE_MAX_MODEL))
+    largest = _largest_size(grown, _plan(runner, f"{folder}_largest", *cell, _SOLVE_MAX_MODEL))
     if largest is None:
         return None
-    grown = runner.without(key_of(largest))
-    plan = grown.plan(f"{folder}_plan", *cell, largest)
-    (row,) = grown.bench(folder, *cell, largest, "warm_up_steps=1", "steps=1", "rounds=1")["rows"]
+    runner = runner.without(key_of(largest))
+    plan = runner.plan(f"{folder}_plan", *cell, largest)
+    (row,) = runner.bench(folder, *cell, largest, "warm_up_steps=1", "steps=1", "rounds=1")["rows"]
     predicted = read_result(runner.folder / folder / row["folders"][0])["prediction"] if row["folders"] else None
     planned, counted = predicted and predicted["activation_bytes"], row["activation_bytes"]
     fullest = max_stage_bytes(plan)
-    paper = [model["parameters"] for model in family.sizes if model["name"] == name]
     return {
         "name": name,
         "size": size_in_name(plan),
         "parameters": plan["parameters"],
-        "paper": paper[0] if paper else None,
         "fullest": fullest,
         "fullest_bytes": fullest["total_bytes"],
         "planned": planned,
@@ -239,22 +235,21 @@ def _difference_text(off: int) -> str:
     return "0 B" if not off else f"{'+' if off > 0 else '-'}{size(abs(off))}"
 
 
-def _plan_paper_model(at: int, model: Mapping[str, Any], family: Family, runner: Runner) -> Row:
-    """The plan of a model of the paper, without a memory limit if it does not fit; and the largest that does."""
-    settings = *model["settings"], *_cell(model["partitions"], at == 0, family)
-    folder = f"planned_{at + 1}"
+def _plan_paper_model(number: int, settings: Sequence[str], unit: int, runner: Runner) -> Row:
+    """The plan of a model of the paper, without a memory limit if it does not fit; and the largest that does. ``unit``:
+    of memory, in bytes."""
+    folder = f"planned_{number}"
     fitting = _plan(runner, folder, *settings)
     plan = fitting or runner.without(_MEMORY_LIMIT).plan(folder, *settings, f"{_MEMORY_LIMIT}=null")
-    largest = _plan(runner, f"largest_{at + 1}", *settings, _SOLVE_MAX_MODEL)
+    largest = _plan(runner, f"largest_{number}", *settings, _SOLVE_MAX_MODEL)
     fullest = max_stage_bytes(plan)
 
     def amount(*parts: str) -> float:
         """The memory of these parts, such as `weights`, summed over all stages, in the unit of the table."""
         held = sum(stage["memory"][f"{part}_bytes"] for stage in plan["stages"] for part in parts)
-        return float(held / BYTES[family.unit])
+        return float(held / unit)
 
     return {
-        **model,
         "plan": plan,
         "planned": plan["parameters"],
         "planned_model": amount("weights", "optimizer"),
@@ -269,15 +264,14 @@ def _plan_paper_model(at: int, model: Mapping[str, Any], family: Family, runner:
     }
 
 
-def naive_activations(precision: str, more: str, family: Family, runner: Runner) -> Row | None:
-    """The naive model's activations, in the unit of the table, if it was trained in this precision and with the setting
+def naive_activations(precision: str, more: str, model: Model, unit: int, runner: Runner) -> Row | None:
+    """The naive model's activations, in a ``unit`` of bytes, if it was trained in this precision and with the setting
     ``more``, as the paper states neither: as planned, with the workspace of a layer, and if a compiler keeps only the
     inputs of matrix products and convolutions with weights. None if not even one sample fits."""
     from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch, which listing recipes avoids
 
     halves = "schedule=zero_bubble"  # so that the profile includes what the gradients of weights need
-    cell = _cell(1, True, family)
-    settings = *family.sizes[0]["settings"], *cell, halves, f"precision={precision}", more
+    settings = *model["settings"], *NAIVE, halves, f"precision={precision}", more
     try:
         simulated = runner.without(key_of(more)).simulate_plan(*settings)
     except NothingFitsError:
@@ -286,20 +280,13 @@ def naive_activations(precision: str, more: str, family: Family, runner: Runner)
     profile = simulated.profile
     memory = ActivationMemory(profile.costs, profile.inputs, simulated.samples, profile.lengths)
     held = memory.saved_amounts(0, len(profile.costs))
-    unit = BYTES[family.unit]
     return {
         "precision": precision,
         "samples": simulated.samples,  # N
-        "paper": family.sizes[0]["activations"],
+        "paper": model["activations"],
         "activations": (stage.activations_bytes + stage.workspace_bytes) / unit,
         "fused": (held.weights - held.gradients) / unit,
     }
-
-
-def _cell(partitions: int, naive: bool, family: Family) -> tuple[str, ...]:
-    """The settings in which the rows of the table differ."""
-    micro_batches, mode = (1, "never") if naive else (family.micro_batches, "always")
-    return f"partitions={partitions}", f"micro_batches={micro_batches}", f"recompute={mode}"
 
 
 def _plan(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | None:
