@@ -41,12 +41,11 @@ def reproduce(runner: Runner, settings: str, sources: Sequence[Mapping[str, Any]
     if runner.scale == "smoke":
         sources = sources[:1]
     tables = list[Table]()
-    errors: dict[str, list[float]] = {}
-    errors_of_ratios: dict[str, list[float]] = {}  # of speeds relative to the first of a table
+    errors = list[tuple[str, list[float], list[float]]]()  # of figures, and of their ratios to the first of a table
     for source in sources:
         cells = sum(len(table["cells"]) for table in source["tables"])
         runner.progress(f"plans        {source['name']}: {plural(cells, 'cell')}")
-        off, ratios = errors.setdefault(source["name"], []), errors_of_ratios.setdefault(source["name"], [])
+        off, ratios = list[float](), list[float]()
         for table in source["tables"]:
             rows = [
                 _plan_cell(cell, table["unit"], f"{settings} {table['settings']}", runner) for cell in table["cells"]
@@ -55,21 +54,22 @@ def reproduce(runner: Runner, settings: str, sources: Sequence[Mapping[str, Any]
             off += of_rows
             ratios += [(1 + each) / (1 + of_rows[0]) - 1 for each in of_rows[1:]]
             tables += _make_tables(source["name"], table, rows, comparable)
+        errors.append((source["name"], off, ratios))
+    of_all, of_all_ratios = [*chain(*(off for _, off, _ in errors))], [*chain(*(ratios for _, _, ratios in errors))]
+    errors.append(("all", of_all, of_all_ratios))
     notes = [("source", f"{source['name']}: {source['hardware']}; {source['source']}") for source in sources]
     if comparable:
         figures = "figures" if sources[0]["tables"][0]["unit"] == MEMORY else "speeds"
         notes += [("off", f"{source['name']}: {source['note']}") for source in sources]
-        every = [*chain(*errors.values())]
-        median, of_ratios = _median(every), _median([*chain(*errors_of_ratios.values())])
         summary = [
-            {"name": name, "cells": len(off), "median": _median(off), "of_ratios": _median(errors_of_ratios[name])}
-            for name, off in errors.items()
+            {"name": name, "cells": len(off), "median": _median(off), "of_ratios": _median(ratios)}
+            for name, off, ratios in errors
         ]
-        summary.append({"name": "all", "cells": len(every), "median": median, "of_ratios": of_ratios})
         tables.append(make_table(f"How far the simulated {figures} are off", SUMMARY, summary))
-        if of_ratios is not None:
-            error = f"median |error| of {len(every)} {figures} {median:.1f} %"
-            notes.append(("found", f"{error}, of ratios within a table {of_ratios:.1f} %"))
+        every = summary[-1]
+        if every["of_ratios"] is not None:
+            error = f"median |error| of {every['cells']} {figures} {every['median']:.1f} %"
+            notes.append(("found", f"{error}, of ratios within a table {every['of_ratios']:.1f} %"))
     return Findings(tables, notes, comparable=comparable)
 
 
@@ -79,7 +79,7 @@ def _make_tables(
     """Published figures next to ours; and the bytes that stages send, of cells where a straight way saves some."""
     origin: Origin = "planned" if table["unit"] == MEMORY else "simulated"
     columns: list[Shown | Difference] = [Shown("cell", "name")]
-    if "parameters" in rows[0]:
+    if any("parameters" in row for row in rows):
         columns += [Shown("parameters", "parameters", "count", "published"), Shown("", "counted", "count", "counted")]
     ours = Shown(origin, "ours", "figures", origin)
     columns += [Shown("published", "published", "figures", "published"), ours]

@@ -8,7 +8,7 @@ cells of a table. Every cell is simulated twice: cut as Lingvo cuts, and by our 
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -50,12 +50,12 @@ def reproduce(runner: Runner, figures: str, tables: Sequence[Mapping[str, Any]],
     runner.check_not_given(dict.fromkeys(("partitions", "micro_batches", "recompute"), ROWS_DIFFER))
     devices = 0 if slow_links and (runner.is_small or len(runner.gpus) < 2) else runner.devices
     comparable = not runner.incomparable_settings()
-    cells_of = {table["name"]: [*map(dict, table["cells"])] for table in tables}
+    groups = [(table["name"], [*map(dict, table["cells"])]) for table in tables]
     if runner.scale == "smoke":
-        cells_of = {name: [cells[0], cells[-1]] for name, cells in cells_of.items()}
-    every = [*chain(*cells_of.values())]
-    for number, table in enumerate(tables, start=1):
-        cells, settings = cells_of[table["name"]], table.get("settings", ())
+        groups = [(name, [*cells[:1], *cells[1:][-1:]]) for name, cells in groups]
+    every = [cell for _, cells in groups for cell in cells]
+    for number, (table, (_, cells)) in enumerate(zip(tables, groups, strict=True), start=1):
+        settings = table.get("settings", ())
         tried = [cell for cell in cells if cell["partitions"] <= devices]
         folder = f"{number}_measured" if len(tables) > 1 else "measured"
         with _exchange_through_host() if slow_links and tried else contextlib.nullcontext():
@@ -73,14 +73,17 @@ def reproduce(runner: Runner, figures: str, tables: Sequence[Mapping[str, Any]],
         ("simulated", "cut by Lingvo's rule (partition.method=lingvo) and exactly, each with its own plan's N"),
         ("simulated", "exact / Lingvo's: samples/s; below 1 where the exact cut sends more (M = 1, or slow links)"),
         *([("difference", "none where measured: the models differ in size")] if smaller else ()),
-        *(note for name, cells in cells_of.items() for note in _describe_error(name, cells, comparable)),
-        *(note for name, cells in cells_of.items() for note in _describe_refused(name, cells)),
-        *(note for name, cells in cells_of.items() for note in _describe_impossible(name, cells)),
+        *(note for name, cells in groups for note in _describe_error(name, cells, comparable)),
+        *(note for name, cells in groups for note in _describe_refused(name, cells)),
+        *(note for name, cells in groups for note in _describe_impossible(name, cells)),
     ]
-    for name, cells in cells_of.items():
+    for name, cells in groups:
         kinds = describe_speed_kinds([cell["measured"] for cell in cells if "measured" in cell])
         notes += [("measured", f"{name}: {kind}; not the speed of a pipeline") for kind in kinds]
-    shown = [_make_table(table, cells_of[table["name"]], runner.scale == "paper", comparable) for table in tables]
+    shown = [
+        _make_table(table, cells, runner.scale == "paper", comparable)
+        for table, (_, cells) in zip(tables, groups, strict=True)
+    ]
     return Findings(shown, notes, comparable=comparable, simulates_paper_size=True)
 
 
