@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -11,9 +10,8 @@ from typing import IO, Any
 from gpipe_cli.commands.command_runner import run_command
 from gpipe_cli.commands.recipe_run import make_recipe_simulator
 from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reproduction.experiment import Experiment
 from gpipe_cli.reproduction.recipe import read_recipe
-from gpipe_cli.reproduction.runner import CommandFailedError, Runner, Scale
+from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner, Scale
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
 HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "hardware=cpu")
@@ -22,10 +20,9 @@ TINY = ("model.normal_cells=3", "model.filters=4", "dataset.image_size=16", "bat
 Answer = Callable[[str, Mapping[str, str], Path], tuple[str, dict[str, Any]]]
 
 
-def experiment(name: str, **values: Any) -> Experiment:
+def experiment(name: str, **values: Any) -> Callable[[Runner], Findings]:
     """What the recipe ``name`` runs and shows, with other ``values``."""
-    found = read_recipe(name).experiment
-    return replace(found, values={**(found.values or {}), **values})
+    return read_recipe(name).experiment_function(**values)
 
 
 def perform(arguments: Sequence[str], log: IO[str]) -> None:

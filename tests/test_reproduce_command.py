@@ -97,38 +97,38 @@ recipe:
   small: {settings: {}, scaled: nothing, minutes: 0.1}
   smoke: {}
   choices: ["N = 8"]
-  experiment:
-    varied: [partitions, micro_batches]
-    refused: {partitions: the rows differ in it}
-    runs: [{name: ours, command: simulated, each_row: true}]
-    columns:
-      - {heading: K, key: partitions}
-      - {heading: share, key: share, origin: paper, format: .1%}
-      - {heading: share, key: ours.KEY, origin: simulated, format: .1%}
-      - {heading: ours - paper, key: ours.KEY, minus: share}
-      - {heading: N, key: ours.samples, origin: simulated, format: d}
-    tables:
-      - title: Speed of {name}
-        name: mine
-        rows: [{partitions: 1, micro_batches: 1, share: 1.0}, {partitions: 2, micro_batches: 4}]
-    notes:
-      - {label: found, text: "{rows:plural row}"}
-      - {label: samples, text: "{number} of {name}", each: tables}
-    values: {rows: 2}
+  experiment: my_runs
+  values: {shares: {1: 1.0, 2: null}}
+"""
+MY_RUNS = """
+from gpipe_cli.reproduction.comparison import Difference, Shown, make_table
+from gpipe_cli.reproduction.runner import Findings
+
+def reproduce(runner, shares):
+    runner.check_not_given({"partitions": "the rows differ in it"})
+    rows = []
+    for k, share in shares.items():
+        plan = runner.simulate_plan(f"partitions={k}", f"micro_batches={k * k}")
+        rows.append({"K": k, "paper": share, "ours": plan.samples})
+    ours = Shown("share", "ours", ".1%", "simulated")
+    columns = [Shown("K", "K"), Shown("share", "paper", ".1%", "paper"), ours, Difference("off", ours, "paper")]
+    return Findings([make_table("Speed of mine", columns, rows)], [("found", f"{len(rows)} rows")])
 """
 
 
-def test_a_table_of_the_paper_is_a_file_in_a_folder_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_the_paper_is_two_files_in_a_folder_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine").mkdir()
     asked = ["reproduce", "-cd", "mine", "-cn", "my_table", "output=out"]
     assert command(*asked) == 2
     assert "mine/my_table.yaml: cannot be read" in capsys.readouterr().err
-    file = Path("mine/my_table.yaml")
-    file.write_text(MY_TABLE.replace("KEY", "sample"), encoding="utf-8")
+    recipe, experiment = Path("mine/my_table.yaml"), Path("mine/my_runs.py")
+    recipe.write_text(MY_TABLE, encoding="utf-8")
     assert command(*asked) == 2
-    line = "ours.sample: there is no sample; choose one of samples, samples_per_second"
-    assert line in capsys.readouterr().err
-    file.write_text(MY_TABLE.replace("KEY", "samples"), encoding="utf-8")
+    assert "experiment=my_runs: there is no mine/my_runs.py; add it, or use breakdown, " in capsys.readouterr().err
+    experiment.write_text(MY_RUNS.replace("shares):", "share):"), encoding="utf-8")
+    assert command(*asked) == 2
+    assert "values of my_table: my_runs.reproduce: missing a required argument: 'share'" in capsys.readouterr().err
+    experiment.write_text(MY_RUNS, encoding="utf-8")
     assert command(*asked, "partitions=2") == 2
     assert "partitions=2: the rows differ in it; remove it" in capsys.readouterr().err
     assert command(*asked) == 0
@@ -137,8 +137,8 @@ def test_a_table_of_the_paper_is_a_file_in_a_folder_of_the_user(capsys: pytest.C
     (table,) = found.tables
     assert table.title == "Speed of mine"
     assert column(table, "share", "simulated") == ["800.0 %", "800.0 %"]
-    assert column(table, "ours - paper", "difference") == ["+700.00", "-"]
-    assert [*found.notes[-1]] == ["found", "2 rows"]  # there is one table, so that it has no number
+    assert column(table, "off", "difference") == ["+700.00", "-"]
+    assert [*found.notes[-1]] == ["found", "2 rows"]
     assert found.commands[0].startswith("gpipe plan -cd mine -cn my_table partitions=1 micro_batches=1")
 
 

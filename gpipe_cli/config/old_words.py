@@ -8,18 +8,12 @@ VALUES = {
     "cost": {"figures": "datasheet", "measured": "profile", "measured_anew": "reprofile"},
     "freeze": {"taken": "backbone"},
     "scale": {"desk": "small"},
-    "recipe.experiment.compared_at": {"desk": "small"},
-    "recipe.experiment.runs.scales": {"desk": "small"},
-    "recipe.experiment.columns.scales": {"desk": "small"},
-    "recipe.experiment.tables.columns.scales": {"desk": "small"},
 }
 # Key in result.json, or in a recipe -> the last part of today's. No key of config.yaml or of a checkpoint has changed.
 KEYS = {
     "without_core": "cpu_starved_share",
     "graphs.causes": "fallback_reasons",
     "recipe.desk": "small",
-    "recipe.experiment.runs.desk": "small",
-    "recipe.experiment.tables.at_desk": "at_small",
 }
 
 

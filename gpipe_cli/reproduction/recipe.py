@@ -2,23 +2,28 @@
 
 The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; settings that several
 of them share are in recipes/family/. This module reads their node `recipe`: the source of the paper's numbers, the
-hardware that its scale needs, what is scaled down for two CPU cores (scale=small), and the experiment: runs, tables and
-notes (experiment.py, presentation.py). What no command computes is a function of computed.py.
+hardware that its scale needs, what is scaled down for two CPU cores (scale=small), and the experiment: the module whose
+function `reproduce` runs commands and returns tables and notes, and the values that it takes.
 """
 
+import runpy
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from gpipe_cli.config.did_you_mean import suggest_nearest
 from gpipe_cli.config.schema import parse_config
 from gpipe_cli.config.settings import flatten, key_of, load_recipe, only_command_of
 from gpipe_cli.errors import InputError, InvalidSettingError, format_value
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reproduction.experiment import Experiment
-from gpipe_cli.reproduction.runner import RECIPES_DIR, Gpu, Runner, Scale, keep_last
+from gpipe_cli.reproduction import experiments
+from gpipe_cli.reproduction.runner import RECIPES_DIR, Findings, Gpu, Runner, Scale, keep_last
 from gpipe_cli.system.machine import cpu_model, usable_cores
 from gpipe_cli.units import plural, size
 
@@ -85,7 +90,8 @@ class Recipe:
     small: SmallScale
     smoke: tuple[str, ...]  # settings added to scale=small's, so that the recipe runs within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
-    experiment: Experiment
+    experiment: str  # a module of `experiments`, or a file next to the recipe's
+    values: dict[str, Any]  # the arguments of its function `reproduce`, but for the runner
 
     def settings(self, scale: Scale) -> tuple[str, ...]:
         """The settings of a scale, which replace the recipe's own."""
@@ -96,6 +102,25 @@ class Recipe:
                 return self.small.settings
             case "smoke":
                 return keep_last((*self.small.settings, *self.smoke))
+
+    def experiment_function(self, **values: Any) -> Callable[[Runner], Findings]:
+        """The function that runs the experiment with the recipe's values, or with ``values`` instead. Raises InputError
+        if there is no such module, or if its function does not take these values."""
+        modules = sorted(path.stem for path in Path(experiments.__path__[0]).glob("[a-z]*.py"))
+        file = Path(self.folder) / f"{self.experiment}.py"
+        if not file.is_file() and self.experiment not in modules:
+            raise InputError(f"experiment={self.experiment}: there is no {file}; add it, or use {', '.join(modules)}")
+        if file.is_file():
+            names: Mapping[str, Any] = runpy.run_path(str(file))
+        else:
+            names = vars(import_module(f"{experiments.__name__}.{self.experiment}"))
+        function: Any = names.get("reproduce")
+        values = {**self.values, **values}
+        try:
+            signature(function).bind(None, **values)
+        except TypeError as error:
+            raise InputError(f"values of {self.name}: {self.experiment}.reproduce: {error}") from error
+        return partial(function, **values)
 
     def check(self, given: Sequence[str]) -> None:
         """Raises InputError for a setting without effect: any key below `recipe`, and a setting of a single command,
@@ -116,7 +141,7 @@ class Recipe:
         begin = time.monotonic()
         scale, given = runner.scale, runner.user_settings
         try:
-            findings = self.experiment.reproduce(runner)
+            findings = self.experiment_function()(runner)
         except InvalidSettingError as error:
             if not runner.commands:  # the recipe itself has refused the setting
                 raise
@@ -137,8 +162,8 @@ class Recipe:
             notes.append(("scaled down", self.small.scaled))
         if scale == "smoke":
             smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
-            whole = any(run.command == "simulated" and run.paper_size for run in self.experiment.runs)
-            means = "what is simulated is at the paper's size, what is measured means" if whole else "numbers mean"
+            simulated = "what is simulated is at the paper's size, what is measured means"
+            means = simulated if findings.simulates_paper_size else "numbers mean"
             notes.append(("scaled down", f"shows that the code runs; {means} nothing{smaller}"))
         notes += [*(("our choice", choice) for choice in self.choices), *findings.notes]
         columns = [column for table in findings.tables for column in table.columns]
@@ -155,10 +180,10 @@ class Recipe:
             needs=str(self.needs),
             scale=scale,
             machine=machine,
-            tables=findings.tables,
+            tables=tuple(findings.tables),
             notes=tuple(notes),
             commands=tuple(runner.commands),
-            files=findings.files,
+            files=tuple(findings.files),
             seconds=time.monotonic() - begin,
         )
 

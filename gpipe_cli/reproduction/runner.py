@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -31,7 +31,9 @@ RECIPES_DIR = Path(str(resources.files("gpipe_cli.recipes")))
 DISABLE_P2P = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
 # Settings of groups, and of `gpipe bench`, that leave data and sizes as they are.
 _HARMLESS = ("dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds")
+ROWS_DIFFER = "the rows of this table differ in this setting"
 Scale = Literal["smoke", "small", "paper"]
+Note = tuple[str, str]  # label, line: what was simulated and from what, what is odd
 # Runs a command and writes its output to a file. Raises the command's InputError, or CommandFailedError.
 RunCommand = Callable[[Sequence[str], IO[str]], None]
 
@@ -40,10 +42,11 @@ RunCommand = Callable[[Sequence[str], IO[str]], None]
 class Findings:
     """What an experiment found."""
 
-    tables: tuple[Table, ...]
-    notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
-    files: tuple[tuple[str, str], ...] = ()  # description, path: pictures
+    tables: Sequence[Table]
+    notes: Sequence[Note] = ()
+    files: Sequence[tuple[str, str]] = ()  # description, path: pictures
     comparable: bool = True  # False: data or sizes are not the paper's, so no difference was taken
+    simulates_paper_size: bool = False  # whether simulations have the paper's size at every scale
 
 
 class CommandFailedError(RuntimeError):
@@ -104,6 +107,12 @@ class Runner:
         kept = tuple(setting for setting in self.settings if key_of(setting) not in keys)
         return replace(self, settings=kept)
 
+    def check_not_given(self, reasons: Mapping[str, str]) -> None:
+        """Raises InputError for a setting of the user that is a key of ``reasons``."""
+        for setting in self.user_settings:
+            if (why := reasons.get(key_of(setting))) is not None:
+                raise InputError(f"{setting.lstrip('+')}: {why}; remove it")
+
     def bench(self, name: str, *settings: str) -> dict[str, Any]:
         """Run `gpipe bench -m` over the settings that have several values; returns the content of bench.json.
 
@@ -123,6 +132,15 @@ class Runner:
             shutil.rmtree(folder)  # nothing ran
             raise InputError(rows[0]["reason"]) from None
 
+    def bench_rows(
+        self, name: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str], *settings: str
+    ) -> list[dict[str, Any]]:
+        """The results of rows that differ in the settings ``keys`` alone, measured alternately; raises as ``bench``."""
+        swept = [f"{key}={','.join(dict.fromkeys(str(row[key]) for row in rows))}" for key in keys]
+        results = self.bench(name, *swept, *settings)["rows"]
+        cells = [{key: row[key] for key in keys} for row in rows]
+        return [next(row for row in results if cell.items() <= {**cell, **row["settings"]}.items()) for cell in cells]
+
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
         """Run `gpipe plan`; returns the content of plan.json."""
         return self._run(["plan"], self.folder / name, "plan.json", *settings)
@@ -138,6 +156,11 @@ class Runner:
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """Run `gpipe train` into ``folder / name``; returns the content of result.json."""
         return self._run(["train"], self.folder / name, RESULT_FILE, *settings)
+
+    def count_parameters(self, *settings: str) -> int:
+        """The parameters of the model that `gpipe train` with ``settings`` alone builds, at the paper's size."""
+        counted: int = replace(self, settings=()).train("counted", "dry_run=true", *settings)["model_parameters"]
+        return counted
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
         """Evaluate the run in ``folder / name`` without training settings; returns the content of evaluate.json."""

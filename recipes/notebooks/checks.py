@@ -231,8 +231,8 @@ def _cure(answer: str, patient: str) -> str | None:
 
 def paper() -> dict[tuple[int, int], float]:
     """Table 2 of the paper (arXiv 1811.06965v5), Transformer-48: (K, M) -> speed relative to K = 2, M = 1."""
-    (table,) = read_recipe("table2_transformer").experiment.tables
-    return {(row["partitions"], row["micro_batches"]): row["paper"] for row in table.rows}
+    (table,) = read_recipe("table2_transformer").values["tables"]
+    return {(cell["partitions"], cell["micro_batches"]): cell["paper"] for cell in table["cells"]}
 
 
 def _bound(answer: Callable[[int, int], float]) -> str | None:

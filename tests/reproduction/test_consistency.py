@@ -1,18 +1,15 @@
 """The same training with several numbers of partitions: what is compared, and what is said when something differs."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from recipe_runs import TINY, column, experiment, real_runner
 
+from gpipe_cli.reproduction.experiments.consistency import compare_runs
 from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors
 from gpipe_cli.reproduction.recipe import read_recipe
-from gpipe_cli.reproduction.recipe_functions import consistency
 from gpipe_cli.reproduction.runner import Findings, keep_last
-
-ROWS = ({"partitions": 1, "seed": 0}, {"partitions": 3, "seed": 0}, {"partitions": 1, "seed": 1})
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +17,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     folder = tmp_path_factory.mktemp("consistency")
     small = (*TINY, "dataset.classes=[0,1]", "max_steps=2", "micro_batches=3")
     settings = keep_last((*read_recipe("consistency").small.settings, *small))
-    what = experiment("consistency")
-    runs, spread = what.tables
-    what = replace(what, tables=(replace(runs, rows=ROWS), spread))
-    return what.reproduce(real_runner("consistency", folder, *settings)), folder
+    what = experiment("consistency", partitions=[1, 3], seeds=[0, 1])
+    return what(real_runner("consistency", folder, *settings)), folder
 
 
 def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) -> None:
@@ -46,15 +41,12 @@ def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) ->
 def test_what_differs_is_said(found: tuple[Findings, Path]) -> None:
     """The run with another seed in the place of one with another number of partitions."""
     _, folder = found
-    runs = [{**row, "trained": {"folder": folder / f"partitions_1_seed_{row['seed']}"}} for row in ROWS]
-    runs[1]["trained"] = runs[2]["trained"]
-    results = {"tables": [{"rows": runs}, {"rows": [{}, {}]}]}
-    consistency(results, real_runner("consistency", folder))
-    said = [line for note in experiment("consistency").notes for line in note.lines(results)]
+    first, other = folder / "partitions_1_seed_0", folder / "partitions_1_seed_1"
+    said = compare_runs([(1, 0), (3, 0), (1, 1)], [first, other, other], folder).notes
     assert ("losses", "K = 3: of 2 steps, some losses differ from those with K = 1") in said
     (weights,) = (line for label, line in said if label == "weights")
     assert weights.startswith("K = 3: ")
-    assert f"of {results['tensors']} tensors differ" in weights
+    assert f"of {len(last_tensors(first))} tensors differ" in weights
 
 
 def test_digests_are_of_names_types_shapes_and_bits() -> None:

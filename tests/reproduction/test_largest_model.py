@@ -7,7 +7,7 @@ from typing import Any
 from recipe_runs import HERE, answering, column, experiment, real_runner
 
 from gpipe_cli.errors import NothingFitsError
-from gpipe_cli.reproduction.largest_model import BYTES, naive_activations, train
+from gpipe_cli.reproduction.experiments.largest_model import BYTES, NAIVE, naive_activations, train
 from gpipe_cli.reproduction.recipe import read_recipe
 from gpipe_cli.reproduction.runner import keep_last
 
@@ -63,8 +63,7 @@ def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str
 
 
 def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_path: Path) -> None:
-    what = experiment("table1_amoebanet", sizes=SIZES, micro_batches=4)
-    found = what.reproduce(answering(tmp_path, answer))
+    found = experiment("table1_amoebanet", sizes=SIZES, micro_batches=4)(answering(tmp_path, answer))
     parameters, model, activations, largest, trained = found.tables
     assert column(parameters, "planned - paper, %", "difference") == ["-20.0", "-20.0", "-20.0"]
     assert column(model, "weights, optimizer, GB", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
@@ -91,12 +90,12 @@ def test_a_compiler_that_fuses_keeps_the_inputs_of_products_alone(tmp_path: Path
         f"model.width={width}", f"model.hidden={hidden}", f"model.length={length}", "model.heads=2",
         "dataset.vocabulary=50", f"batch_size={samples}", *HERE,
     )  # fmt: skip
-    values = read_recipe("table1_transformer").experiment.values
-    assert values is not None
+    values = read_recipe("table1_transformer").values
+    model = values["sizes"][0]
     here = real_runner("table1_transformer", tmp_path, *tiny)
-    layers = int(values["sizes"][0]["shown"])
+    layers = int(model["shown"])
     inputs = layers * (3 * width + hidden) + width
-    row = naive_activations("float32", "hardware.memory_gib=null", values, here)
+    row = naive_activations("float32", "hardware.memory_gib=null", model, BYTES[values["unit"]], here)
     assert row is not None
     fused = 4 * samples * length * inputs / BYTES[values["unit"]]
     assert (row["samples"], row["fused"]) == (samples, fused)
@@ -108,7 +107,7 @@ def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(
     tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
     settings = keep_last((*recipe.small.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
     here = real_runner("table1_transformer", tmp_path, *settings)
-    row = train(1, True, recipe.experiment.values or {}, here)
+    row = train("Naive-1", NAIVE, recipe.values["grown"], here)
     assert row is not None
     assert row["name"] == "Naive-1"
     assert int(row["size"]) >= 1

@@ -17,14 +17,12 @@ TINY = (
 
 
 def sources(name: str) -> list[dict[str, Any]]:
-    values = read_recipe(name).experiment.values
-    assert values is not None
-    found: list[dict[str, Any]] = values["sources"]
+    found: list[dict[str, Any]] = read_recipe(name).values["sources"]
     return found
 
 
 def reproduced(folder: Path, *sources: dict[str, Any], name: str = "published") -> Findings:
-    return experiment(name, sources=[*sources]).reproduce(real_runner(name, folder))
+    return experiment(name, sources=[*sources])(real_runner(name, folder))
 
 
 def test_torchgpipe_s_cells_keep_their_ratios(tmp_path: Path) -> None:
@@ -53,7 +51,7 @@ def test_units_are_those_of_the_source(tmp_path: Path) -> None:
 
 
 def test_torchgpipe_s_u_nets_have_its_parameters_and_nearly_its_memory(tmp_path: Path) -> None:
-    table, sent, summary = experiment("unet_memory").reproduce(real_runner("unet_memory", tmp_path)).tables
+    table, sent, summary = experiment("unet_memory")(real_runner("unet_memory", tmp_path)).tables
     assert column(table, "parameters", "published") == column(table, "", "counted")
     off = [float(one) for one in column(table, "planned - published, %", "difference")]
     assert max(map(abs, off)) < 20

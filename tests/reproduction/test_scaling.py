@@ -1,6 +1,5 @@
 """Weak and strong scaling: what grows with the replicas, and what the bubble and a memory too small make of it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ def test_replicas_take_their_share_of_a_mini_batch(tmp_path: Path) -> None:
         samples = 8 * r if scaling == "weak" else 16
         sizes = {"partitions": k, "replicas": r, "batch_size": samples, "micro_batches": samples // (2 * r)}
         rows.append({"scaling": scaling, **sizes})
-    what = experiment("scaling")
-    tiny = replace(what.tables[0], name="tiny", settings=SMALL, rows=tuple(rows))
-    found = replace(what, tables=(tiny,)).reproduce(real_runner("scaling", tmp_path))
+    tiny = {"name": "tiny", "settings": SMALL, "rows": rows}
+    found = experiment("scaling", models=[tiny])(real_runner("scaling", tmp_path))
     (table,) = found.tables
     assert column(table, "devices") == ["1", "4", "16", "32", "1", "4", "16"]
     assert column(table, "fits", "simulated") == ["yes"] * 7

@@ -1,7 +1,6 @@
 """Speed over K and M: which commands, and which numbers in which column."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -13,7 +12,8 @@ from recipe_runs import answering, column, experiment
 from gpipe_cli.commands.recipe_run import make_recipe_simulator
 from gpipe_cli.errors import InputError
 from gpipe_cli.reproduction import runner
-from gpipe_cli.reproduction.experiment import Experiment, TableSpec
+from gpipe_cli.reproduction.recipe import read_recipe
+from gpipe_cli.reproduction.runner import Findings, Runner
 from gpipe_cli.schedule.simulator import ideal_bubble
 
 ROWS = tuple({"partitions": k, "micro_batches": m, "paper": 1.5} for k in (2, 4) for m in (1, 4))
@@ -21,9 +21,9 @@ CPU = "device=cpu"
 Refusal = Callable[[Mapping[str, str]], InputError | None]
 
 
-def throughput(rows: tuple[dict[str, Any], ...]) -> Experiment:
-    """The recipe of Table 2 with a table of other rows."""
-    return replace(experiment("table2_amoebanet"), tables=(TableSpec("A title", rows, name="Some model"),))
+def throughput(cells: Sequence[Mapping[str, Any]]) -> Callable[[Runner], Findings]:
+    """The recipe of Table 2 with a table of other cells."""
+    return experiment("table2_amoebanet", tables=[{"name": "Some model", "relative_to": "K = 2", "cells": cells}])
 
 
 def ideal(k: int, m: int) -> float:
@@ -67,7 +67,7 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
     machine = Machine()
-    found = throughput(ROWS).reproduce(answering(tmp_path, machine, settings=(CPU, "model.filters=16")))
+    found = throughput(ROWS)(answering(tmp_path, machine, settings=(CPU, "model.filters=16")))
     (table,) = found.tables
     assert column(table, "K", "") == ["2", "2", "4", "4"]
     expected = [f"{ideal(k, m) / ideal(2, 1):.2f}" for k in (2, 4) for m in (1, 4)]
@@ -97,7 +97,7 @@ def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path)
         {"row": "pipeline-2", "partitions": 2, "micro_batches": 4, "paper": 1.4},
     )
     machine = Machine()
-    (table,) = throughput(rows).reproduce(answering(tmp_path, machine, settings=(CPU,))).tables
+    (table,) = throughput(rows)(answering(tmp_path, machine, settings=(CPU,))).tables
     benches = machine.settings("bench")
     assert [(s["partitions"], s.get("recompute")) for s in benches] == [("1", "never"), ("1,2", None)]
     first = 8 * ideal(1, 1)
@@ -116,7 +116,7 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     def refusing(*partitions: str) -> Machine:
         return Machine(refusal=lambda settings: InputError(reason) if settings["partitions"] in partitions else None)
 
-    found = throughput(ROWS).reproduce(answering(tmp_path, refusing("4"), CPU, "model.layers=1"))
+    found = throughput(ROWS)(answering(tmp_path, refusing("4"), CPU, "model.layers=1"))
     (table,) = found.tables
     numbers = [f"{ideal(2, m) / ideal(2, 1):.2f}" for m in (1, 4)]
     assert column(table, "here", "measured") == [*numbers, "-", "-"]
@@ -135,15 +135,14 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
 def test_the_papers_tables_are_as_near_as_we_say(name: str, most: tuple[float, ...], within: float | None) -> None:
     """The mean difference from the paper of each model's cells with Lingvo's cut; `within`: the largest relative
     difference with M = 32."""
-    recipe, simulate = experiment(name), make_recipe_simulator(name)
-    assert recipe.values is not None
-    for table, least in zip(recipe.tables, most, strict=True):
+    values, simulate = read_recipe(name).values, make_recipe_simulator(name)
+    for table, least in zip(values["tables"], most, strict=True):
         speeds = []
-        for row in table.rows:
+        for row in table["cells"]:
             cell = [f"{key}={row[key]}" for key in ("partitions", "micro_batches")]
-            figures = recipe.values["figures"], "partition.method=lingvo"
-            speeds.append(simulate([*table.settings, *figures, *cell]).samples_per_second)
-        pairs = [(speed / speeds[0], row["paper"]) for speed, row in zip(speeds, table.rows, strict=True)][1:]
+            figures = values["figures"], "partition.method=lingvo"
+            speeds.append(simulate([*table.get("settings", ()), *figures, *cell]).samples_per_second)
+        pairs = [(speed / speeds[0], row["paper"]) for speed, row in zip(speeds, table["cells"], strict=True)][1:]
         assert mean(abs(ours - paper) for ours, paper in pairs) < least + 0.005
-        for (ours, paper), row in zip(pairs, table.rows[1:], strict=True):
+        for (ours, paper), row in zip(pairs, table["cells"][1:], strict=True):
             assert within is None or row["micro_batches"] < 32 or abs(ours / paper - 1) <= within

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def trained(command: str, settings: Mapping[str, str], folder: Path) -> tuple[st
 
 def test_fine_tuning_is_the_mean_of_its_runs(tmp_path: Path) -> None:
     runner = answering(tmp_path, trained)
-    means, each = experiment("transfer_cifar10").reproduce(runner).tables
+    means, each = experiment("transfer_cifar10")(runner).tables
     assert column(means, "", "measured") == ["91.00 %", "1.00", "-", "80.00 %", "50.00 %"]
     assert column(means, "", "paper") == ["99.0 %", "-", "98.5 %", "-", "-"]
     assert column(means, "", "difference") == ["-"] * 5  # at small scale
@@ -53,13 +52,10 @@ def test_a_translation(tmp_path: Path) -> None:
         "max_steps=1", *HERE,
     )  # fmt: skip
     name, folder = "batch_size_260k", tmp_path / "recipe"
-    what = experiment(name)
-    trained, evaluated, _ = what.runs
-    what = replace(what, runs=(trained, replace(evaluated, small=("decode.sentences=3",))))
-    found = what.reproduce(real_runner(name, folder, *settings(name, *text)))
+    found = experiment(name)(real_runner(name, folder, *settings(name, *text)))
     table, _ = found.tables
     evaluation = read_result(folder / "trained", "evaluate.json")
-    assert evaluation["translation"]["sentences"] == 3
+    assert evaluation["translation"]["sentences"] == 5
     assert evaluation["loss"] == pytest.approx(read_result(folder / "trained")["test"]["loss"])
     assert column(table, "") == [
         "NLL, nats a token", "perplexity", "... of a unigram model", "BLEU", "... of copying the source", "chrF",

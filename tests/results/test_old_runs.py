@@ -87,9 +87,7 @@ def test_a_file_of_the_user_is_told_todays_word(capsys: pytest.CaptureFixture[st
 
 
 def test_a_recipe_with_old_words_is_read() -> None:
-    tables = [{"at_desk": [0], "columns": [{"scales": ["smoke", "desk"]}]}]
-    old = {"recipe": {"desk": {"minutes": 1}, "experiment": {"tables": tables, "values": {"desk": "desk"}}}}
-    tables = [{"at_small": [0], "columns": [{"scales": ["smoke", "small"]}]}]
-    new = {"recipe": {"small": {"minutes": 1}, "experiment": {"tables": tables, "values": {"desk": "desk"}}}}
+    old = {"recipe": {"desk": {"minutes": 1}, "values": {"desk": "desk"}}}
+    new = {"recipe": {"small": {"minutes": 1}, "values": {"desk": "desk"}}}
     assert update_words(old) == new, "and nothing that is the user's own"
     assert not {*KEYS} & {*KEYS.values()}
