@@ -150,8 +150,8 @@ def translation_model(source: HuggingFaceConfig, *, vocabulary: int, length: int
     model, initial = _build_on_meta(source, settings, "AutoModelForSeq2SeqLM")
     if not settings.scale_decoder_outputs:  # what transformers makes of tie_word_embeddings=false
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
-        initial = initial.without_tied("lm_head.weight")
-    initial = initial.with_tied(_share_tables(model))
+        initial.tied.pop("lm_head.weight", None)
+    initial.tied.update(_share_tables(model))
     layers: dict[str, HFLayer] = {}
     layers["embedding"] = SourceEmbedding(model, initial, ["encoder.embed_tokens", "encoder.dropout"], pad)
     for index in range(settings.num_layers):

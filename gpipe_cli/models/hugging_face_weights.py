@@ -7,7 +7,7 @@ tensors, by name. Names in old files differ from the model's; transformers knows
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class InitialValues:
     """
 
     initialiser: Any
-    tied: Mapping[str, str]
+    tied: dict[str, str]
     weights: Weights | None
 
     @classmethod
@@ -154,12 +154,6 @@ class InitialValues:
         nn.Module.__init__(initialiser)
         initialiser.config = model.config
         return cls(initialiser, dict(model.all_tied_weights_keys), weights)
-
-    def with_tied(self, more: Mapping[str, str]) -> "InitialValues":
-        return replace(self, tied={**self.tied, **more})
-
-    def without_tied(self, name: str) -> "InitialValues":
-        return replace(self, tied={tied: owner for tied, owner in self.tied.items() if tied != name})
 
     def set(self, layer: nn.Module) -> None:
         """Set all parameters and buffers of a layer, whose modules have their paths in the model.
