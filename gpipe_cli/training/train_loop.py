@@ -6,6 +6,7 @@ so far, whether the run is over), because these depend only on numbers that ever
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -396,12 +397,13 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     with engine.control.blocked_on(BlockedOn.COMPILER):
         compiled = engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
     parts = engine.control.collect((compiled, time.perf_counter() - began), patient=True)
+    total = sum((counts for counts, _ in parts), Counter[str]())
     return events.LayersCompiled(
         layers=sum(map(len, engine.spec.layer_names)),
         sizes=tuple(sizes),
-        graphs=sum(part.dynamo_graphs for part, _ in parts),
-        made=sum(part.made for part, _ in parts),
-        found=sum(part.found for part, _ in parts),
+        graphs=total["graphs"],
+        made=total["made"],
+        found=total["found"],
         seconds=max(seconds for _, seconds in parts),
     )
 
