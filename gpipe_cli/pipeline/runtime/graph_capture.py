@@ -82,7 +82,7 @@ class GraphCapture:
         compute: Compute,
         memory: StaticMemory,
     ) -> None:
-        self._module, self._device, self._capturer, self._statistics = module, device, capturer, statistics
+        self.module, self.device, self._capturer, self._statistics = module, device, capturer, statistics
         self._compute, self._memory = compute, memory
 
     def capture(
@@ -117,7 +117,7 @@ class GraphCapture:
                 for place, gradient in enumerate(expected.input_gradients)
             )
             pool = memory.pool(index, self._capturer.new_pool)
-            trained = [weight for name, weight in self._module.named_parameters() if name in expected.checksums]
+            trained = [weight for name, weight in self.module.named_parameters() if name in expected.checksums]
             for parameter in trained:
                 parameter.grad = memory.gradients[parameter]
             saved = StorageBytes(self._lasting_storages(moments), static)
@@ -168,7 +168,7 @@ class GraphCapture:
 
     def _lasting_storages(self, moments: BatchMoments) -> set[int]:
         """The storages that outlive a micro-batch."""
-        tensors = (*self._module.parameters(), *self._module.buffers(), moments.flat)
+        tensors = (*self.module.parameters(), *self.module.buffers(), moments.flat)
         return {storage_id(tensor) for tensor in tensors}
 
     def _run_layers(
@@ -186,11 +186,11 @@ class GraphCapture:
         static gradients. Outputs require a gradient where the layers' do; no gradient of a parameter is kept until the
         next is computed, as plans have no memory for them. Raises UncapturableError for layers that keep something from
         each call."""
-        guards = Guards(self._module)
+        guards = Guards(self.module)
         # by version and by value, as fused operations and writes through `.data` are not counted
-        buffers = [(name, b, b._version, checksum(b)) for name, b in self._module.named_buffers()]
+        buffers = [(name, b, b._version, checksum(b)) for name, b in self.module.named_buffers()]
         python_and_numpy = python_and_numpy_rng_state()
-        draws = _DrawingLayers(self._device, self._module, seeds)
+        draws = _DrawingLayers(self.device, self.module, seeds)
         checksums: dict[str, torch.Tensor] = {}
 
         def free_gradient(name: str, parameter: nn.Parameter) -> None:
@@ -205,7 +205,7 @@ class GraphCapture:
             ExitStack() as hooks,
             self._capturer.forbid_sync() if second_run else nullcontext(),
         ):
-            for name, weight in self._module.named_parameters():
+            for name, weight in self.module.named_parameters():
                 if weight.requires_grad:
                     hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(free_gradient, name)))
             with self._statistics.writing_to(moments):  # not in the backward, where a layer may recompute itself
@@ -232,14 +232,14 @@ class GraphCapture:
 
     def verify_replay(self, captured: CapturedMicroBatch, inputs: Tensors, seeds: Seeds, expected: Results) -> None:
         """Raises UncapturableError if a replay gives other bits than the layers."""
-        for parameter in self._module.parameters():
+        for parameter in self.module.parameters():
             parameter.grad = None
         captured.replay_forward(inputs, seeds)
         if captured.backward is not None:
             captured.replay_backward(expected.outputs)
             if captured.weights is not None:
                 captured.replay_weights()
-        named = self._module.named_parameters()
+        named = self.module.named_parameters()
         checksums = {name: checksum(weight.grad) for name, weight in named if weight.grad is not None}
         replayed = Results(captured.outputs, captured.input_gradients, captured.moments, checksums).by_name()
         for name, value in expected.by_name().items():

@@ -40,7 +40,7 @@ from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layer
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import AllGather, BatchStatistics, defer_batch_norms, single_replica
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
-from gpipe_cli.pipeline.runtime.graph_capture import CudaGraphCapturer
+from gpipe_cli.pipeline.runtime.graph_capture import CudaGraphCapturer, GraphCapture
 from gpipe_cli.pipeline.runtime.known_layers import StageLayer, layers_of
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
@@ -158,9 +158,8 @@ class Stage:
 
     def use_cuda_graphs(self, capturer: CudaGraphCapturer) -> None:
         """From now on, replay actions as graphs where that gives the same bits."""
-        self.cuda_graphs = StageCudaGraphs(
-            self.module, self.device, capturer, self.statistics, self._compute, lambda: self.layer_name
-        )
+        make_capture = partial(GraphCapture, self.module, self.device, capturer, self.statistics, self._compute)
+        self.cuda_graphs = StageCudaGraphs(make_capture, lambda: self.layer_name)
 
     def begin_step(
         self,

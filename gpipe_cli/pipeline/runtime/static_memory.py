@@ -34,11 +34,6 @@ class StaticMemory:
         # (contents, place) -> memory for tensors of all shapes
         self._buffers: dict[tuple[str, int], torch.UntypedStorage] = {}
 
-    @property
-    def buffer_bytes(self) -> int:
-        """The bytes held between steps, without the pools and the parameters' gradients."""
-        return sum(storage.nbytes() for storage in self._buffers.values())
-
     def pool(self, index: int, new_pool: Callable[[], object]) -> object:
         """The pool of a micro-batch in flight. Once all graphs of a pool are dropped, the allocator takes no others."""
         if index not in self._pools or not self._has_graphs(index):
