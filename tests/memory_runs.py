@@ -168,7 +168,7 @@ def held_between_halves(
     boundary = (None,)
     for k, span in reversed(list(enumerate(spans))):
         given = tuple(None if gradient is None else gradient.clone() for gradient in boundary)
-        boundary = stages[k].backward_inputs(0, given)
+        boundary = stages[k].backward(0, given, split=True)
         added = stages[k].counter.peak_bytes - memory.saved_amounts(*span).graph
         measured.append((added, stages[k].counter.bytes))
         predicted.append(memory.saved_amounts(*span)[2:])

@@ -281,14 +281,14 @@ class _LayerTimer:
             self._finishing.append(0.0)
             return [(seconds, seconds, *[0.0] * (3 if self._timing.splits else 1)) for seconds in forward]
         graph = layers_of(lambda: stage.recompute(0))
-        columns = [forward, graph, self._backward_seconds(reader, stage.backward)]
+        columns = [forward, graph, self._backward_seconds(reader, split=False)]
         ended = clock.now()
         stage.finish_step()
         self._finishing.append(reader(clock.now()) - reader(ended))
         if self._timing.splits:
             self._begin_step(Action(Kind.I, stage.index, 0))
             stage.forward(0, self._inputs, Retain.ACTIVATIONS)
-            columns.append(self._backward_seconds(reader, stage.backward_inputs))
+            columns.append(self._backward_seconds(reader, split=True))
             columns.append(self._weights_seconds(reader))
             stage.finish_step()
         return list(zip(*columns, strict=True))
@@ -299,13 +299,11 @@ class _LayerTimer:
         objective = build_loss(self._config, targets, [self._samples], smoothing, self._stage.device)
         self._stage.begin_step(0, objective, actions=actions)
 
-    def _backward_seconds(
-        self, reader: Callable[[Any], float], run: Callable[[int, Sequence[torch.Tensor | None]], object]
-    ) -> list[float]:
+    def _backward_seconds(self, reader: Callable[[Any], float], *, split: bool) -> list[float]:
         """Seconds of each layer's backward: from the gradient of its outputs to the gradient of its inputs."""
         self._backward.clear()
         begun = self._clock.now()
-        run(0, self._gradients)
+        self._stage.backward(0, self._gradients, split=split)
         ended = self._clock.now()
         seconds = []
         since = reader(begun)

@@ -194,10 +194,8 @@ class Executor:
             case Kind.R:
                 stage.recompute(action.micro_batch)
                 return ()
-            case Kind.B:
-                return stage.backward(action.micro_batch, given)
-            case Kind.I:
-                return stage.backward_inputs(action.micro_batch, given)
+            case Kind.B | Kind.I:
+                return stage.backward(action.micro_batch, given, split=action.kind is Kind.I)
             case Kind.W:
                 stage.backward_weights(action.micro_batch)
                 return ()

@@ -223,23 +223,14 @@ class Stage:
             results = self._apply_objective(micro_batch, outputs, True, observe=False)
         self._save(micro_batch, _InFlight(leaves, _roots(results)))
 
-    def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """B: return the gradients of the inputs; parameters accumulate theirs in `.grad`.
+    def backward(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool = False
+    ) -> OptionalTensors:
+        """B: return the gradients of the inputs; parameters accumulate theirs in `.grad`. If it is `split`, I: the
+        gradients of weights that can wait are left to W; what they need is kept until then.
 
         `gradients`: of the outputs; the last stage ignores them, as its backward starts at the loss.
         """
-        return self._backward(micro_batch, gradients, split=False)
-
-    def backward_inputs(
-        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """I: like B, but the gradients of weights that can wait are left to W; what they need is kept until then."""
-        return self._backward(micro_batch, gradients, split=True)
-
-    def _backward(
-        self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool
-    ) -> tuple[torch.Tensor | None, ...]:
-        """B, or I if it is `split`."""
         saved = self._saved.pop(micro_batch)
         assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
         if saved.captured is None:
@@ -254,7 +245,7 @@ class Stage:
 
     def _eager_backward(
         self, micro_batch: int, saved: _InFlight, gradients: Sequence[torch.Tensor | None] | None, *, split: bool
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> OptionalTensors:
         """Run the autograd graph backward from the outputs with these gradients; None: from the loss."""
         assert saved.roots is not None
         given = (None,) * len(saved.roots) if gradients is None else gradients
