@@ -261,6 +261,12 @@ def build_stages(
     return stages
 
 
+def local_transport(stages: Mapping[int, Stage]) -> LocalTransport:
+    """Between all stages of a model without skips, in this process."""
+    crossing = [stages[k].inputs for k in range(1, len(stages))]
+    return LocalTransport([stages[k].device for k in range(len(stages))], Boundaries(crossing, crossing))
+
+
 @cache
 def costs_of(model: str, frozen: Frozen, bfloat16: bool = False) -> tuple[LayerCost, ...]:
     described = MODELS[model]()
