@@ -15,7 +15,7 @@ translations: between related languages, and for names, these scores are far fro
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -60,8 +60,7 @@ class DecodingOptions:
     limit: int
 
 
-@dataclass(frozen=True)
-class Hypothesis:
+class Hypothesis(NamedTuple):
     """The beginning of a translation: its tokens without begin and end, and its log-probability (`score`)."""
 
     tokens: tuple[int, ...]

@@ -10,9 +10,8 @@ Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the bia
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -43,14 +42,13 @@ class AppliedTwiceError(InputError):
         )
 
 
-@dataclass
-class BatchMoments:
+class BatchMoments(NamedTuple):
     """The moments of a micro-batch in all norms: a flat tensor (2, sum of widths), its views for each norm, and the
     number of values per channel of each norm that has written to it."""
 
     flat: torch.Tensor
     views: list[tuple[torch.Tensor, torch.Tensor]]  # mean and variance, (C,) each
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int]
 
 
 class BatchStatistics:
@@ -97,7 +95,7 @@ class BatchStatistics:
         """Moments that norms write to in a micro-batch's forward."""
         like = self._norms[0].running_mean if self._norms else torch.empty(0)
         flat = like.new_zeros(2, sum(self._widths))
-        return BatchMoments(flat, list(zip(*map(self._split_by_norm, flat), strict=True)))
+        return BatchMoments(flat, list(zip(*map(self._split_by_norm, flat), strict=True)), {})
 
     @contextmanager
     def writing_to(self, moments: BatchMoments | None) -> Iterator[None]:

@@ -11,7 +11,7 @@ stage's inputs are the exception, as they may be slices of the mini-batch or of 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -123,8 +123,7 @@ def counting_saved(counted: "StorageBytes") -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """Bytes `start` to `end` of a storage, which `storage` identifies as long as it lives."""
 
     storage: int
