@@ -48,7 +48,7 @@ from gpipe_cli.pipeline.runtime.tied_weights import (
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build, forward_only
 from gpipe_cli.schedule.schedule import Schedule
-from gpipe_cli.system.cuda_graphs import TorchGraphCapturer
+from gpipe_cli.system.cuda_graphs import CudaGraphCapturer
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")
@@ -302,7 +302,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.counter.on = case.recompute != "never"
         if case.graphs:
-            stage.use_cuda_graphs(TorchGraphCapturer(device) if device.type == "cuda" else TapeMaker())
+            stage.use_cuda_graphs(CudaGraphCapturer(device) if device.type == "cuda" else TapeMaker())
             assert stage.cuda_graphs is not None
             stage.cuda_graphs.capture_eagerly = True
     executor = Executor(stages, case.rank_of_stage, transport)

@@ -6,11 +6,11 @@ bits as when the layers themselves run.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, count
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -18,40 +18,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, checksum, same_bits, without_graph
 from gpipe_cli.pipeline.runtime.capture_guards import Guards, UncapturableError
-from gpipe_cli.pipeline.runtime.captured_micro_batch import CapturedMicroBatch, CaptureKey, CaptureKind, CudaGraph
+from gpipe_cli.pipeline.runtime.captured_micro_batch import CapturedMicroBatch, CaptureKey, CaptureKind
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchMoments, BatchStatistics
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.module_state import python_and_numpy_rng_state
 from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_id
-from gpipe_cli.pipeline.runtime.static_memory import RngState, Seeds, StaticMemory, copy_into
+from gpipe_cli.pipeline.runtime.static_memory import Seeds, StaticMemory, copy_into
 from gpipe_cli.system.accelerator import generators, is_accelerator
+from gpipe_cli.system.cuda_graphs import CudaGraphCapturer
 
 Compute: TypeAlias = Callable[[Tensors, bool, Callable[[int], None]], tuple[Tensors, Tensors]]
 """Runs the layers on inputs, with an autograd graph or without; calls the function before each layer, with its place.
 Returns the inputs, as leaves of the autograd graph, and the outputs."""
-
-
-class CudaGraphCapturer(Protocol):
-    """Captures graphs on a device (`system/cuda_graphs.py`)."""
-
-    def new_pool(self) -> Any:
-        """Memory for graphs that are never in use at the same time."""
-
-    def new_rng_state(self) -> RngState: ...
-
-    def on_capture_stream(self) -> AbstractContextManager[object]:
-        """While active, work is launched on the separate stream on which graphs are captured."""
-
-    def forbid_sync(self) -> AbstractContextManager[object]:
-        """While active, an operation that makes the host wait for the device raises RuntimeError, in all threads. In a
-        capture that would be too late: it may leave older releases of torch capturing."""
-
-    def capture(self, pool: Any, rng: Sequence[Any]) -> AbstractContextManager[CudaGraph]:
-        """While active, launches are captured, and need not run. They draw random numbers from any of `rng`."""
-
-    def use_rng_state(self, rng: Any) -> None:
-        """During a capture: draw from `rng` from here on; None: from the default generator."""
 
 
 class Results(NamedTuple):

@@ -40,7 +40,7 @@ from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layer
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import AllGather, BatchStatistics, defer_batch_norms, single_replica
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
-from gpipe_cli.pipeline.runtime.graph_capture import CudaGraphCapturer, GraphCapture
+from gpipe_cli.pipeline.runtime.graph_capture import GraphCapture
 from gpipe_cli.pipeline.runtime.known_layers import StageLayer, layers_of
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
@@ -52,6 +52,7 @@ from gpipe_cli.pipeline.runtime.stage_graphs import StageCudaGraphs
 from gpipe_cli.pipeline.runtime.static_memory import Seeds
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import generators, using_device
+from gpipe_cli.system.cuda_graphs import CudaGraphCapturer
 
 _NOTHING = nullcontext()
 
