@@ -240,13 +240,9 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits
             splits = [reader(str(root), train=train, download=download) for train in (True, False)]
     except (RuntimeError, OSError) as error:
         why = f"the files of '{root / reader.base_folder}' are missing or damaged ({error_text(error)})"
-        if download:
-            raise InvalidSettingError(
-                "dataset.download", True, f"{why}; check the network, or unpack {reader.url}"
-            ) from error
-        raise InvalidSettingError(
-            "dataset.root", root, f"{why}; set dataset.download=true, or unpack {reader.url}"
-        ) from error
+        setting: tuple[str, object] = ("dataset.download", True) if download else ("dataset.root", root)
+        use = "check the network" if download else "set dataset.download=true"
+        raise InvalidSettingError(*setting, f"{why}; {use}, or unpack {reader.url}") from error
     return Splits(
         *(
             Samples(
