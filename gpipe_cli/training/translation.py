@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from sacrebleu.metrics import BLEU
 
 MAX_EXAMPLES = 20  # translations shown in a result
-PREVIEW_DECODING = DecodeConfig(
-    1, 8, 0.0
-)  # eight sentences, greedily, at each evaluation of a training: for people to read
+# eight sentences, greedily, at each evaluation of a training: for people to read
+PREVIEW_DECODING = DecodeConfig(1, 8, 0.0)
 
 
 @dataclass(frozen=True)
@@ -222,9 +221,8 @@ def decode(
             shape = len(rows), 1 + wanted, 2
             table = torch.zeros(shape, dtype=torch.float64)
             if objective is not None and shard_rows:
-                with control.blocked_on(
-                    BlockedOn.PROCESS
-                ):  # reading from a GPU blocks while it waits for another process
+                # reading from a GPU blocks while it waits for another process
+                with control.blocked_on(BlockedOn.PROCESS):
                     table[shard.samples] = objective.table()
             # a single process has the candidates of a row, and all others have 0
             candidates = iter(torch.stack(control.gather(table.flatten())()).sum(dim=0).view(shape).tolist())

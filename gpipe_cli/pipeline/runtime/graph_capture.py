@@ -180,10 +180,7 @@ class GraphCapture:
                     self._memory.gradients[parameter] = torch.zeros_like(parameter.grad)
             parameter.grad = None
 
-        with (
-            ExitStack() as hooks,
-            self._capturer.forbid_sync() if second_run else nullcontext(),
-        ):
+        with ExitStack() as hooks, self._capturer.forbid_sync() if second_run else nullcontext():
             for name, weight in self.module.named_parameters():
                 if weight.requires_grad:
                     hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(free_gradient, name)))
