@@ -234,4 +234,4 @@ def open_data(config: TrainConfig, output_labels: OutputLabels = NO_OUTPUT_LABEL
     if isinstance(splits.training, PairSplit) or not masked:
         return splits
     named = cast(Splits[TextSplit | SyntheticText], splits).each()
-    return Splits(*(MaskedText.of(part, derive_seed(f"masks of the {name} text", config.seed)) for name, part in named))
+    return Splits(*(MaskedText(part, derive_seed(f"masks of the {name} text", config.seed)) for name, part in named))

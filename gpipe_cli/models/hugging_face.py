@@ -294,7 +294,7 @@ def _build_on_meta(
         _add_adapters(model, source.lora)
         if classifier:  # it may have other classes than the pretrained model
             model.get_submodule(classifier).requires_grad_(True)
-    return model.train(), InitialValues.of(model, weights)
+    return model.train(), InitialValues(model, weights)
 
 
 def _add_adapters(model: Any, lora: LoraConfig) -> None:

@@ -7,7 +7,6 @@ tensors, by name. Names in old files differ from the model's; transformers knows
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -135,25 +134,16 @@ def find_file(name: str, file: str) -> Path | None:
     return None if path is None else Path(path)
 
 
-@dataclass(frozen=True)
 class InitialValues:
-    """How the layers of a model get their values.
+    """How the layers of a model get their values: from `weights`, or drawn if that is None."""
 
-    initialiser: has transformers' `_init_weights` for the model. tied: name of a tied parameter -> its owner's name.
-    weights: None if values are drawn.
-    """
-
-    initialiser: Any
-    tied: dict[str, str]
-    weights: Weights | None
-
-    @classmethod
-    def of(cls, model: Any, weights: Weights | None) -> "InitialValues":
+    def __init__(self, model: Any, weights: Weights | None) -> None:
         # `_init_weights` reads only the configuration: with the whole model each layer would hold all others
-        initialiser: Any = object.__new__(type(model))
-        nn.Module.__init__(initialiser)
-        initialiser.config = model.config
-        return cls(initialiser, dict(model.all_tied_weights_keys), weights)
+        self.initialiser: Any = object.__new__(type(model))
+        nn.Module.__init__(self.initialiser)
+        self.initialiser.config = model.config
+        self.tied: dict[str, str] = dict(model.all_tied_weights_keys)  # name of a tied parameter -> its owner's name
+        self.weights = weights
 
     def set(self, layer: nn.Module) -> None:
         """Set all parameters and buffers of a layer, whose modules have their paths in the model.

@@ -70,7 +70,7 @@ def match_pretrained(
     read.
     """
     assert config.init_from is not None
-    match = CheckpointCompatibility.of("init_from", Path(config.init_from), checkpoint, config, model)
+    match = CheckpointCompatibility("init_from", Path(config.init_from), checkpoint, config, model)
     shapes, saved_shapes = match.shapes, match.saved_shapes
     classifier = classifier_of(config, model) & shapes.keys()  # a tied matrix is loaded with the embedding
     _check_same_names(match, classifier)
