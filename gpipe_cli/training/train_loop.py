@@ -102,7 +102,9 @@ def train(
         data.save_vocabulary(folder)  # first: a folder with a checkpoint can be resumed
         if resume_from is not None:
             link_checkpoint_into(resume_from, folder)
-        process.report(_ready_message(engine, data.facts(), notes, progress, compiled, captured))
+        step, gpus = progress.step, _gpu_names(engine.spec)
+        ready = events.TrainingReady(data.facts(), notes, step, progress.steps_per_epoch, gpus, compiled, captured)
+        process.report(replace(ready, test=progress.test, best=progress.best))
     checkpoints = CheckpointWriter(engine, folder, config_yaml, data.classes, process, start)
     process.on_failure.append(checkpoints.drain)
     training.watch(control)
@@ -353,21 +355,10 @@ def _check_same_cuts(control: ControlGroup, spec: PipelineSpec) -> None:
         )
 
 
-def _ready_message(
-    engine: Engine,
-    facts: events.DataFacts,
-    notes: events.Notes,
-    progress: Progress,
-    compiled: events.LayersCompiled | None,
-    captured: events.GraphsCaptured | None,
-) -> events.TrainingReady:
-    """The message from which the parent shows the banner."""
-    # GPU names are looked up here and not in the parent, where that would open a CUDA context
-    devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
-    gpus = tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
-    step, steps_per_epoch = progress.step, progress.steps_per_epoch
-    prepared = compiled, captured
-    return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, *prepared, progress.test, progress.best)
+def _gpu_names(spec: PipelineSpec) -> tuple[str, ...]:
+    """The names of all replicas' GPUs: looked up here and not in the parent, where that would open a CUDA context."""
+    devices = dict.fromkeys(device for replica in spec.layout.replica_devices for device in replica)
+    return tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
 
 
 def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:

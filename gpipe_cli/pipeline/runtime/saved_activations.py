@@ -48,10 +48,8 @@ class ActivationCounter:
         self, micro_batch: int, given: Iterable[torch.Tensor], uncounted: Iterable[torch.Tensor]
     ) -> Iterator[None]:
         """While active, count what autograd saves for the backward of `micro_batch`, whose inputs are `given`.
-        `uncounted` tensors, which are known only now, outlive the micro-batch and are not counted."""
-        if not self.on:
-            yield
-            return
+        `uncounted` tensors, which are known only now, outlive the micro-batch and are not counted. Only for use while
+        `on`."""
         self._uncounted |= {storage_id(tensor) for tensor in uncounted}
         saved = self._saved[micro_batch] = StorageBytes(self._uncounted, given)
         with counting_saved(saved):
