@@ -23,7 +23,7 @@ import torch
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS
 from gpipe_cli.assembly.loss import NO_TOTALS, CrossEntropy, Totals
-from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, set_learning_rate
+from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, gradients_of, set_learning_rate
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.images import normalize
@@ -111,10 +111,10 @@ def compute_gradients(
         saved = stage.counter.peak_bytes if counts else 0
         libraries = 0 if bytes_at_start is None else overhead_bytes(device, bytes_at_start)
         stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, timings.cpu_starved_share(k))
-    norms = gradient_norms(engine.gradients_in_norm())
-    totals = None if objective is None else objective.totals_async()
     owned_parameters = [parameter for k in engine.stages for parameter in engine.owned_parameters(k).values()]
     have = [index for index, parameter in enumerate(owned_parameters) if parameter.grad is not None]
+    norms = gradient_norms(gradients_of(owned_parameters))  # a tied weight counts where it is used first
+    totals = None if objective is None else objective.totals_async()
     padded = partial(_pad_norms, copy_to_host_async(norms), have, engine.spec.max_parameter_tensors)
     return PendingMetrics(timings, stages, totals, norms, padded)
 

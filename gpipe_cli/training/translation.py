@@ -183,13 +183,11 @@ def decode(
         return []
     control = engine.control
     counts = forbidden = None
-    if engine.has_first:
-        assert split is not None
+    if split is not None and engine.has_first:
         counts = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
     lengths, vocabulary = next(received for received in control.collect(counts) if received is not None)
     wanted = min(options.beam, vocabulary)
-    if engine.has_last:
-        assert split is not None
+    if split is not None and engine.has_last:
         # UNKNOWN is never right: the vocabulary spells in bytes what it has no piece for
         languages = {split.vocabulary.symbol(f"<2{target_language(name)}>") for name in split.pairs.languages}
         forbidden = torch.tensor([PAD, BEGIN, UNKNOWN, *sorted(languages)], device=engine.last_device)
@@ -199,8 +197,7 @@ def decode(
     for start in range(0, len(order), options.batch_sentences):
         chosen = order[start : start + options.batch_sentences]
         sources = None
-        if engine.has_first:
-            assert split is not None
+        if split is not None and engine.has_first:
             where = torch.tensor([indices[at] for at in chosen])
             sources = split.sources.pad(where, lengths[chosen[0]], PAD).to(engine.first_device)
         beams = [Beam(options, min(options.limit, 2 * lengths[at] + 10)) for at in chosen]
