@@ -87,15 +87,10 @@ def read_text_files(root: Path, validation: object = None) -> Splits[Documents]:
 
 def _read_folder(root: Path, folder: Path) -> Documents:
     """The texts of all files, hidden ones aside, that hold more than white space; `folder` may be a file itself."""
-    paths = (
-        [folder]
-        if not folder.is_dir()
-        else sorted(
-            path
-            for path in folder.rglob("*.[tT][xX][tT]")
-            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        )
-    )
+    paths = [folder]
+    if folder.is_dir():
+        files = sorted(path for path in folder.rglob("*.[tT][xX][tT]") if path.is_file())
+        paths = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     texts = tuple(text for text in map(read_utf8, paths) if text.strip())
     if not texts:
         why = f"'{folder}' has no text in {len(paths)} *.txt files"

@@ -53,11 +53,9 @@ class CheckpointCompatibility:
     def check_same_tokenizer(self) -> None:
         """Check that the settings name the tokenizer of the run, or the files that it saved."""
         mine, theirs = self.config.dataset, self.source.dataset
-        if (
-            not isinstance(mine, TextConfig)
-            or not isinstance(theirs, TextConfig)
-            or not TEXT_DATASETS[mine.name].tokenizer
-        ):
+        if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig):
+            return
+        if not TEXT_DATASETS[mine.name].tokenizer:
             return
         saved = files.run_folder_of(self.checkpoint) / TOKENIZER
         uses_saved = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
