@@ -32,7 +32,7 @@ from gpipe_cli.pipeline.runtime.boundary import Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.pipeline.runtime.link import Edge, Link, Links
+from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of, routes
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -279,7 +279,7 @@ def costs_of(model: str, frozen: Frozen, bfloat16: bool = False) -> tuple[LayerC
     )
 
 
-def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> dict[str, torch.Tensor]:
+def train(case: Case, here: Sequence[int], links: dict[Edge, GroupLink] | None) -> dict[str, torch.Tensor]:
     """Run the case on the stages `here`; returns losses, the gradients that there are, the final state by global name,
     and the losses of an evaluation."""
     model, costs = MODELS[case.model](), costs_of(case.model, case.frozen, case.bfloat16)
@@ -353,7 +353,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     return results
 
 
-LINKS: dict[int, dict[Edge, Link]] = {}  # of a process of the pool, by the number of processes that take part
+LINKS: dict[int, dict[Edge, GroupLink]] = {}  # of a process of the pool, by the number of processes that take part
 GROUPS: dict[Group, dist.ProcessGroup] = {}  # of every few processes of the pool, for tied weights
 
 
