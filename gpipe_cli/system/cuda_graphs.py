@@ -63,7 +63,7 @@ class CudaGraphCapturer:
             self._cuda.set_sync_debug_mode(before)
 
     @contextmanager
-    def capture(self, pool: Any, rng: Sequence[torch.Generator]) -> Iterator[torch.cuda.CUDAGraph]:
+    def capture(self, pool: Any, rng: Sequence[torch.Generator]) -> Iterator[Any]:
         """While active, launches are captured, and need not run. They draw random numbers from any of `rng`."""
         graph = self._cuda.CUDAGraph()
         for state in rng:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,13 @@ from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchMoments
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, storage_id
 from gpipe_cli.pipeline.runtime.static_memory import Seeds, StaticMemory, copy_into
+
+
+class CudaGraph(Protocol):
+    """The kernels that were launched while the graph was captured."""
+
+    def replay(self) -> None:
+        """Launch them again, on the same memory."""
 
 
 class CaptureKind(Enum):
@@ -39,7 +46,7 @@ class CapturedMicroBatch:
     index: int  # of its pool
     memory: StaticMemory
     inputs: Tensors  # leaves of the autograd graph in training
-    forward: torch.cuda.CUDAGraph
+    forward: CudaGraph
     outputs: Tensors  # overwritten by the stage's next forward
     requires_grad: Sequence[bool]  # whether each output requires a gradient
     receives_grad: Sequence[bool]  # whether each output gets it: not if nothing uses the output
@@ -47,8 +54,8 @@ class CapturedMicroBatch:
     saved: StorageBytes  # what the forward keeps for the backward
     gradients: Tensors  # of the outputs that get them, read by `backward`
     input_gradients: OptionalTensors  # overwritten by the stage's next backward
-    backward: torch.cuda.CUDAGraph | None = None  # B or I
-    weights: torch.cuda.CUDAGraph | None = None  # W
+    backward: CudaGraph | None = None  # B or I
+    weights: CudaGraph | None = None  # W
     saved_for_w: tuple[StorageBytes, StorageBytes] | None = None  # in I: gradients that it keeps, and what W needs
     trained: Sequence[nn.Parameter] = ()  # parameters that get a gradient
 
