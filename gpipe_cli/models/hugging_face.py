@@ -120,9 +120,8 @@ def image_classifier(source: HuggingFaceConfig, *, num_classes: int, image_size:
     settings = _settings(source, IMAGE_CLASSIFIERS, "images")
     if settings.image_size not in (image_size, [image_size] * 2, (image_size,) * 2):
         use = f"use that, or 'model.config={{image_size: {image_size}}}' for a model of this size"
-        raise InvalidSettingError(
-            "dataset.image_size", image_size, f"{source.name} takes {settings.image_size} pixels; {use}"
-        )
+        why = f"{source.name} takes {settings.image_size} pixels; {use}"
+        raise InvalidSettingError("dataset.image_size", image_size, why)
     settings.num_labels = num_classes
     model, initial = _build_on_meta(source, settings, "AutoModelForImageClassification", classifier="classifier")
     layers = {"embedding": HFLayer(model, initial, ["vit.embeddings"])}
@@ -192,11 +191,9 @@ def read_config(source: HuggingFaceConfig) -> Any:
             if rule := _violated_rule(key, value):
                 raise _config_error(source, f"{key}={value} must be {rule}")
         unchanged = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
-        if unknown_keys := [key for key in changes if key not in unchanged]:
-            hint = suggest_nearest(unknown_keys[0], [*unchanged]) or "; config.json has them all"
-            raise InvalidSettingError(
-                f"model.config.{unknown_keys[0]}", changes[unknown_keys[0]], f"no such setting{hint}"
-            )
+        if (unknown := next((key for key in changes if key not in unchanged), None)) is not None:
+            hint = suggest_nearest(unknown, [*unchanged]) or "; config.json has them all"
+            raise InvalidSettingError(f"model.config.{unknown}", changes[unknown], f"no such setting{hint}")
         settings = AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
     except InvalidSettingError:
         raise
@@ -257,9 +254,8 @@ def _check_text_fits(source: HuggingFaceConfig, settings: Any, vocabulary: int, 
         raise InvalidSettingError("dataset.vocabulary", vocabulary, why)
     positions = getattr(settings, "max_position_embeddings", length)
     if length > positions:
-        raise InvalidSettingError(
-            "model.length", length, f"{source.name} has {positions} positions; use as many or fewer"
-        )
+        why = f"{source.name} has {positions} positions; use as many or fewer"
+        raise InvalidSettingError("model.length", length, why)
 
 
 def _mask(settings: Any, index: int) -> Mask:
@@ -286,9 +282,8 @@ def _build_on_meta(
                 settings, attn_implementation=source.attention, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:  # whatever a constructor raises for values that a configuration may have
-        raise _config_error(
-            source, f"no model can be made of the values ({error_text(error).partition('; ')[0]})"
-        ) from error
+        why = f"no model can be made of the values ({error_text(error).partition('; ')[0]})"
+        raise _config_error(source, why) from error
     weights = Weights(source.name, model, classifier) if source.pretrained else None
     if source.lora is not None:
         _add_adapters(model, source.lora)

@@ -51,9 +51,8 @@ class Weights:
             values[name], *others = (self._tensor(candidate, shapes[name]) for candidate in names)
             if not all(torch.equal(values[name], other) for other in others):
                 why = f"{names[0]} and {name}, which are tied, differ in the files of {self.name}"
-                raise InvalidSettingError(
-                    "model.pretrained", True, f"{why}; use 'model.config={{tie_word_embeddings: false}}'"
-                )
+                use = "use 'model.config={tie_word_embeddings: false}'"
+                raise InvalidSettingError("model.pretrained", True, f"{why}; {use}")
         return values
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
@@ -104,9 +103,8 @@ class Weights:
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"{path}: cannot be read as safetensors ({describe_error(error)}); fetch it again"
-            ) from error
+            why = f"cannot be read as safetensors ({describe_error(error)}); fetch it again"
+            raise InputError(f"{path}: {why}") from error
 
 
 def adapters_in(layer: nn.Module) -> Iterator[Any]:

@@ -144,9 +144,8 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
         why = f"cannot be read as weights ({describe_error(error).partition('; ')[0]})"
         raise InvalidSettingError("model.weights", file, f"{why}; {use}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise InvalidSettingError(
-            "model.weights", file, "does not hold a dictionary of tensors; save model.state_dict()"
-        )
+        why = "does not hold a dictionary of tensors; save model.state_dict()"
+        raise InvalidSettingError("model.weights", file, why)
     return dict(tensors)
 
 
