@@ -32,7 +32,7 @@ from gpipe_cli.pipeline.runtime.boundary import Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.pipeline.runtime.link import Edge, Link, Links
+from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of, routes
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -48,7 +48,7 @@ from gpipe_cli.pipeline.runtime.tied_weights import (
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build, forward_only
 from gpipe_cli.schedule.schedule import Schedule
-from gpipe_cli.system.cuda_graphs import TorchGraphCapturer
+from gpipe_cli.system.cuda_graphs import CudaGraphCapturer
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")
@@ -261,6 +261,12 @@ def build_stages(
     return stages
 
 
+def local_transport(stages: Mapping[int, Stage]) -> LocalTransport:
+    """Between all stages of a model without skips, in this process."""
+    crossing = [stages[k].inputs for k in range(1, len(stages))]
+    return LocalTransport([stages[k].device for k in range(len(stages))], Boundaries(crossing, crossing))
+
+
 @cache
 def costs_of(model: str, frozen: Frozen, bfloat16: bool = False) -> tuple[LayerCost, ...]:
     described = MODELS[model]()
@@ -273,7 +279,7 @@ def costs_of(model: str, frozen: Frozen, bfloat16: bool = False) -> tuple[LayerC
     )
 
 
-def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> dict[str, torch.Tensor]:
+def train(case: Case, here: Sequence[int], links: dict[Edge, GroupLink] | None) -> dict[str, torch.Tensor]:
     """Run the case on the stages `here`; returns losses, the gradients that there are, the final state by global name,
     and the losses of an evaluation."""
     model, costs = MODELS[case.model](), costs_of(case.model, case.frozen, case.bfloat16)
@@ -296,7 +302,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.counter.on = case.recompute != "never"
         if case.graphs:
-            stage.use_cuda_graphs(TorchGraphCapturer(device) if device.type == "cuda" else TapeMaker())
+            stage.use_cuda_graphs(CudaGraphCapturer(device) if device.type == "cuda" else TapeMaker())
             assert stage.cuda_graphs is not None
             stage.cuda_graphs.capture_eagerly = True
     executor = Executor(stages, case.rank_of_stage, transport)
@@ -347,7 +353,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     return results
 
 
-LINKS: dict[int, dict[Edge, Link]] = {}  # of a process of the pool, by the number of processes that take part
+LINKS: dict[int, dict[Edge, GroupLink]] = {}  # of a process of the pool, by the number of processes that take part
 GROUPS: dict[Group, dist.ProcessGroup] = {}  # of every few processes of the pool, for tied weights
 
 

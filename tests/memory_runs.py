@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-from engine_runs import CPU, build_stages
+from engine_runs import CPU, build_stages, local_transport
 from networks import VOCABULARY, small_amoebanet, small_transformer
 from torch import nn
 
@@ -18,7 +18,6 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.in_flight_memory import peak_bytes
 from gpipe_cli.schedule.schedule import Retain, Schedule
 
@@ -145,7 +144,7 @@ def held(
     """The most bytes that each stage holds in one training step: on real stages, one after the other in this process,
     and as predicted."""
     stages, sizes = stages_of(sample, costs, spans), micro_batch_sizes(samples, micro_batches)
-    executor = Executor(stages, order.row_of_stage, LocalTransport([CPU] * len(spans)))
+    executor = Executor(stages, order.row_of_stage, local_transport(stages))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     predicted = peak_bytes(order, [[memory.saved_amounts(*span) for memory in memories] for span in spans])
@@ -168,7 +167,7 @@ def held_between_halves(
     boundary = (None,)
     for k, span in reversed(list(enumerate(spans))):
         given = tuple(None if gradient is None else gradient.clone() for gradient in boundary)
-        boundary = stages[k].backward_inputs(0, given)
+        boundary = stages[k].backward(0, given, split=True)
         added = stages[k].counter.peak_bytes - memory.saved_amounts(*span).graph
         measured.append((added, stages[k].counter.bytes))
         predicted.append(memory.saved_amounts(*span)[2:])

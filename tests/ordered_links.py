@@ -154,11 +154,9 @@ class Stage:
             assert float(skip) == micro_batch + sum(range(sender)), "the skip of another micro-batch arrived"
         return (inputs[0] + self.index, *(inputs[0].clone() for _ in self.receivers))
 
-    def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
-        self.backward_weights(micro_batch)
-        return self.backward_inputs(micro_batch, gradients)
-
-    def backward_inputs(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+    def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool = False) -> Tensors:
+        if not split:
+            self.backward_weights(micro_batch)
         for gradient in gradients:
             assert gradient is not None
             assert float(gradient) == micro_batch, "the gradient of another micro-batch"

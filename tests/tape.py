@@ -134,8 +134,8 @@ def _in_graph(parameter: nn.Parameter) -> bool:
 
 
 class TapeMaker:
-    """A `CudaGraphCapturer` for the CPU. As in a GPU's, a capture fails while an autograd graph over one of
-    `parameters` is alive, whose node belongs to the stream on which it was made."""
+    """A `CudaGraphCapturer` for the CPU. As on a GPU, a capture fails while an autograd graph over one of `parameters`
+    is alive, whose node belongs to the stream on which it was made."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []

@@ -12,7 +12,7 @@ from typing import Any
 import library_runs
 import pytest
 import torch
-from engine_runs import Case, SumOfSquares, run_in_process
+from engine_runs import Case, SumOfSquares, local_transport, run_in_process
 from torch import nn
 from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
@@ -21,7 +21,6 @@ from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.process_layout import layout_of
 from gpipe_cli.results.files import read_result
@@ -72,7 +71,7 @@ def peak_bytes(recompute: str) -> int:
     device = torch.device("cuda:0")
     layers = OrderedDict((f"layer_{n}", nn.Sequential(nn.Conv2d(16, 16, 1), nn.Tanh())) for n in range(16))
     stage = Stage(0, nn.Sequential(layers).to(device), first_layer=0, inputs=(), device=device, run_seed=0)
-    executor = Executor({0: stage}, [0], LocalTransport([device]))
+    executor = Executor({0: stage}, [0], local_transport({0: stage}))
     images = torch.randn(8, 16, 128, 128, device=device)
     schedule, sizes = build("gpipe", 1, 4, recompute), micro_batch_sizes(8, 4)
     for step in range(2):  # the first allocates gradients and workspaces

@@ -119,7 +119,7 @@ def _model(config: TrainConfig, *, weights: bool, make: Callable[..., Any] = cal
 
 def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pretrained: bool) -> nn.Sequential:
     """The data set decides what a model of Hugging Face is for, and of plain text its family."""
-    source = replace(_source(model), pretrained=pretrained)
+    source = replace(model, pretrained=pretrained)
     match config.dataset:
         case groups.ImagesConfig() as images:
             return hugging_face.image_classifier(source, num_classes=images.model_classes, image_size=images.image_size)
@@ -131,17 +131,13 @@ def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pr
             return build(source, vocabulary=vocabulary, length=model.length)
 
 
-def _source(model: groups.HuggingFaceConfig) -> hugging_face.ModelSource:
-    return hugging_face.ModelSource(name=model.name, config=model.config, attention=model.attention, lora=model.lora)
-
-
 def pretrained_classes(config: TrainConfig) -> tuple[str, ...] | None:
     """The names, by output, of the classes of a pretrained classifier of Hugging Face that training begins with; None
     if there is none, or its config.json names none."""
     model = config.model
     if not isinstance(model, groups.HuggingFaceConfig) or not model.pretrained or config.task != "classification":
         return None
-    names = hugging_face.read_config(_source(model)).id2label
+    names = hugging_face.read_config(model).id2label
     unnamed = {number: f"LABEL_{number}" for number in range(len(names))}  # transformers' own default
     return None if names == unnamed else tuple(format_value(names[number]) for number in sorted(names))
 
@@ -153,7 +149,7 @@ def preprocessing_of(config: TrainConfig) -> Preprocessing | None:
         case groups.TimmConfig() as model, groups.ImagesConfig() if model.pretrained or model.weights is not None:
             return timm_preprocessing(model.name, model.weights)
         case groups.HuggingFaceConfig(pretrained=True) as model, groups.ImagesConfig():
-            return hugging_face_preprocessing(_source(model))
+            return hugging_face_preprocessing(model)
     return None
 
 
@@ -201,7 +197,7 @@ def outputs_of(config: TrainConfig) -> int:
     if isinstance(dataset, groups.ImagesConfig):
         return dataset.model_classes
     if isinstance(model, groups.HuggingFaceConfig):
-        return int(hugging_face.read_config(_source(model)).vocab_size)  # its own, which may be larger
+        return int(hugging_face.read_config(model).vocab_size)  # its own, which may be larger
     return dataset.vocabulary
 
 
@@ -234,8 +230,8 @@ def open_data(config: TrainConfig, output_labels: OutputLabels = NO_OUTPUT_LABEL
     pairs = config.task == "translation"
     saved_model = output_labels.vocabulary
     splits = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, saved_model=saved_model)
-    masked = isinstance(config.model, groups.HuggingFaceConfig) and hugging_face.is_masked(_source(config.model))
+    masked = isinstance(config.model, groups.HuggingFaceConfig) and hugging_face.is_masked(config.model)
     if isinstance(splits.training, PairSplit) or not masked:
         return splits
     named = cast(Splits[TextSplit | SyntheticText], splits).each()
-    return Splits(*(MaskedText.of(part, derive_seed(f"masks of the {name} text", config.seed)) for name, part in named))
+    return Splits(*(MaskedText(part, derive_seed(f"masks of the {name} text", config.seed)) for name, part in named))

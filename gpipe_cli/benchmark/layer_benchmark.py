@@ -272,8 +272,7 @@ class _LayerTimer:
             begun = clock.now()
             work()
             ended = clock.now()
-            marks = [reader(mark) for mark in (begun, *self._forward[1:], ended)]
-            return [b - a for a, b in itertools.pairwise(marks)]
+            return [b - a for a, b in itertools.pairwise(reader([begun, *self._forward[1:], ended]))]
 
         forward = layers_of(lambda: stage.forward(0, self._inputs, Retain.INPUT))
         if not stage.needs_backward:  # this segment and all before it are frozen
@@ -281,14 +280,15 @@ class _LayerTimer:
             self._finishing.append(0.0)
             return [(seconds, seconds, *[0.0] * (3 if self._timing.splits else 1)) for seconds in forward]
         graph = layers_of(lambda: stage.recompute(0))
-        columns = [forward, graph, self._backward_seconds(reader, stage.backward)]
+        columns = [forward, graph, self._backward_seconds(reader, split=False)]
         ended = clock.now()
         stage.finish_step()
-        self._finishing.append(reader(clock.now()) - reader(ended))
+        finished, committed = reader([ended, clock.now()])
+        self._finishing.append(committed - finished)
         if self._timing.splits:
             self._begin_step(Action(Kind.I, stage.index, 0))
             stage.forward(0, self._inputs, Retain.ACTIVATIONS)
-            columns.append(self._backward_seconds(reader, stage.backward_inputs))
+            columns.append(self._backward_seconds(reader, split=True))
             columns.append(self._weights_seconds(reader))
             stage.finish_step()
         return list(zip(*columns, strict=True))
@@ -299,35 +299,32 @@ class _LayerTimer:
         objective = build_loss(self._config, targets, [self._samples], smoothing, self._stage.device)
         self._stage.begin_step(0, objective, actions=actions)
 
-    def _backward_seconds(
-        self, reader: Callable[[Any], float], run: Callable[[int, Sequence[torch.Tensor | None]], object]
-    ) -> list[float]:
+    def _backward_seconds(self, reader: Callable[[Sequence[Any]], list[float]], *, split: bool) -> list[float]:
         """Seconds of each layer's backward: from the gradient of its outputs to the gradient of its inputs."""
         self._backward.clear()
         begun = self._clock.now()
-        run(0, self._gradients)
+        self._stage.backward(0, self._gradients, split=split)
         ended = self._clock.now()
         seconds = []
-        since = reader(begun)
-        for number in reversed(range(len(self._layers))):
-            # with no trained layer before this layer, its inputs get no gradient: it takes all the time that is left
-            until = reader(self._backward.get(number - 1, ended))
+        # with no trained layer before a layer, its inputs get no gradient: it takes all the time that is left
+        marks = [self._backward.get(number - 1, ended) for number in reversed(range(len(self._layers)))]
+        since, *ends = reader([begun, *marks])
+        for until in ends:
             seconds.append(max(0.0, until - since))
             since = max(since, until)
         return seconds[::-1]
 
-    def _weights_seconds(self, reader: Callable[[Any], float]) -> list[float]:
+    def _weights_seconds(self, reader: Callable[[Sequence[Any]], list[float]]) -> list[float]:
         """Seconds of each layer's weight gradients: each gradient counts from the end of the last."""
         self._weights.clear()
         begun = self._clock.now()
         self._stage.backward_weights(0)
-        if not self._hooks:
-            return [reader(self._clock.now()) - reader(begun)]
+        weights = self._weights if self._hooks else [(0, self._clock.now())]
         seconds = [0.0] * len(self._layers)
-        since = reader(begun)
-        for number, mark in self._weights:
-            seconds[number] += reader(mark) - since
-            since = reader(mark)
+        since, *ends = reader([begun, *(mark for _, mark in weights)])
+        for (number, _), until in zip(weights, ends, strict=True):
+            seconds[number] += until - since
+            since = until
         return seconds
 
     def updates(self) -> list[float]:
@@ -359,7 +356,8 @@ def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
         begun = clock.now()
         for part in work:
             part()
-        taken.append(reader(clock.now()) - reader(begun))
+        since, until = reader([begun, clock.now()])
+        taken.append(until - since)
         if min(taken[-2:]) > _LONG_SECONDS and taken[1:]:
             return taken[-1]
     return median(taken[_WARM_UP:])

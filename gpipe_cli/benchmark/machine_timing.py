@@ -257,7 +257,7 @@ def _machine_facts(layout: Layout) -> dict[str, Any]:
     return {
         "torch": metadata.version("torch"),
         "machine": [cpu_model(), usable_cores()],
-        "gpus": [asdict(gpu) for gpu in gpus.values()],
+        "gpus": [gpu._asdict() for gpu in gpus.values()],
         "driver": driver_version() if gpus else None,
     }
 

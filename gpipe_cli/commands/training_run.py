@@ -182,9 +182,7 @@ def find_compatible_checkpoint(config: TrainConfig, run: Path, which: str, setti
     freeze(model, find_frozen(config, model))
 
     def check(checkpoint: Path) -> None:
-        check_restorable(
-            CheckpointCompatibility.of(setting, run, checkpoint, config, model), model, optimizer=optimizer
-        )
+        check_restorable(CheckpointCompatibility(setting, run, checkpoint, config, model), model, optimizer=optimizer)
 
     return find_checkpoint(run, which, setting, check, show_error)
 

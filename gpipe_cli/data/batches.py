@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,8 +43,7 @@ class SplitIndex:
         return cls(samples, torch.tensor([lengths], dtype=torch.int32).expand(samples, -1))
 
 
-@dataclass(frozen=True)
-class OutputLabels:
+class OutputLabels(NamedTuple):
     """The tokens or classes that the outputs of an earlier run's weights stand for."""
 
     vocabulary: bytes | None = None  # SentencePiece's model; None: a vocabulary is learned

@@ -87,21 +87,15 @@ def read_text_files(root: Path, validation: object = None) -> Splits[Documents]:
 
 def _read_folder(root: Path, folder: Path) -> Documents:
     """The texts of all files, hidden ones aside, that hold more than white space; `folder` may be a file itself."""
-    paths = (
-        [folder]
-        if not folder.is_dir()
-        else sorted(
-            path
-            for path in folder.rglob("*.[tT][xX][tT]")
-            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        )
-    )
+    paths = [folder]
+    if folder.is_dir():
+        files = sorted(path for path in folder.rglob("*.[tT][xX][tT]") if path.is_file())
+        paths = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     texts = tuple(text for text in map(read_utf8, paths) if text.strip())
     if not texts:
         why = f"'{folder}' has no text in {len(paths)} *.txt files"
-        raise InvalidSettingError(
-            "dataset.root", root, f"{why}; set it to a text file, to a folder of them, or add text"
-        )
+        use = "set it to a text file, to a folder of them, or add text"
+        raise InvalidSettingError("dataset.root", root, f"{why}; {use}")
     return texts
 
 
@@ -207,9 +201,8 @@ def read_parallel_text(root: Path, validation: object = None) -> Splits[Pairs]:
         for split, part in Splits(*rows).each():
             if not part:
                 why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
-                raise InvalidSettingError(
-                    "dataset.root", root, f"{why}; add lines, or use a folder with train.tsv and test.tsv"
-                )
+                use = "add lines, or use a folder with train.tsv and test.tsv"
+                raise InvalidSettingError("dataset.root", root, f"{why}; {use}")
     languages = tuple(sorted({row[2] for part in rows for row in part}))
     unnamed = [(file, row[3]) for file, part in zip(files, rows, strict=True) for row in part if row[2] == _UNNAMED]
     if unnamed and len(languages) > 1:

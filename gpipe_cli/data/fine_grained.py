@@ -6,9 +6,9 @@ files on disk against them before the first step. torchvision reads the annotati
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_cli.data.cache import file_lock
 from gpipe_cli.data.readers import Samples, read_folders
@@ -18,8 +18,7 @@ from gpipe_cli.errors import InvalidSettingError, describe_error
 _DOWNLOAD = "set dataset.download=true"
 
 
-@dataclass(frozen=True)
-class FineGrainedSet:
+class FineGrainedSet(NamedTuple):
     """One row of the paper's Table 4, and where its files come from."""
 
     train: int  # images

@@ -188,19 +188,16 @@ def find_images(dataset: ImagesConfig, seed: int, output_labels: OutputLabels = 
     names = splits.training.class_names
     for split, samples in splits.each():
         if unshared := sorted({*names} ^ {*samples.class_names}):
-            why = f"training and {split} images must have the same classes, but {len(unshared)} differ"
-            raise InvalidSettingError(
-                "dataset.root", dataset.root, f"{why} ({first_few(unshared)}); complete or remove them"
-            )
+            differ = f"{len(unshared)} differ ({first_few(unshared)}); complete or remove them"
+            why = f"training and {split} images must have the same classes, but {differ}"
+            raise InvalidSettingError("dataset.root", dataset.root, why)
     chosen = tuple(range(len(names))) if dataset.classes is None else dataset.classes
     if names and output_labels.classes:
         chosen = _order_classes(output_labels, names, chosen, dataset)
     by_name = output_labels.required and output_labels.classes  # whatever other classes there are
     if names and not by_name and dataset.num_classes != len(names):
-        why = f"{dataset.name} has {len(names)} classes ({first_few(names)})"
-        raise InvalidSettingError(
-            "dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}"
-        )
+        why = f"{dataset.name} has {len(names)} classes ({first_few(names)}); use dataset.num_classes={len(names)}"
+        raise InvalidSettingError("dataset.num_classes", dataset.num_classes, why)
     if dataset.classes is not None or chosen != tuple(range(len(names))):
         splits = Splits(*_select_classes(chosen, dataset, splits))
     if isinstance(dataset.validation, float):
@@ -235,9 +232,8 @@ def check_headers(dataset: ImagesConfig, splits: Splits[Samples]) -> None:
     if broken:
         named = [*broken[:_MAX_NAMED], *[f"and {len(broken) - _MAX_NAMED:,} more"][: len(broken) > _MAX_NAMED]]
         why = f"{len(broken):,} of {plural(len(files), 'image file')} cannot be read: {', '.join(named)}"
-        raise InvalidSettingError(
-            "dataset.root", dataset.root, f"{why}; replace or delete {'them' if broken[1:] else 'it'}"
-        )
+        use = f"replace or delete {'them' if broken[1:] else 'it'}"
+        raise InvalidSettingError("dataset.root", dataset.root, f"{why}; {use}")
     if remembered is not None:
         with suppress(OSError):  # it cannot be remembered
             remembered.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 and the model predicts what they were from both sides."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,27 +14,18 @@ SELECTED_SHARE = 0.15  # fraction of a window's tokens, rounded to 1 or more
 MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1  # of the selected: become the mask token, a random token; others stay
 
 
-@dataclass(frozen=True, eq=False)
 class MaskedText:
-    """The full windows of a split. Each epoch hides other tokens; a test is always in epoch 0.
+    """The full windows of a split. Each epoch hides other tokens; a test is always in epoch 0."""
 
-    mask: the id of the mask token. end: the id of the end of a document, predicted only if a window has too few other
-    tokens. vocabulary_size: the number of ids that random tokens are drawn from.
-    """
-
-    windows: TextSplit | SyntheticText
-    mask: int
-    end: int
-    vocabulary_size: int
-    seed: int
-
-    @classmethod
-    def of(cls, windows: TextSplit | SyntheticText, seed: int) -> "MaskedText":
+    def __init__(self, windows: TextSplit | SyntheticText, seed: int) -> None:
         """Raises InvalidSettingError for a tokenizer without a mask token."""
+        self.windows, self._seed = windows, seed
+        # the ids of the mask token, and of the end of a document, predicted only if a window has too few other tokens;
+        # and the number of ids that random tokens are drawn from
         if isinstance(windows, SyntheticText):
-            return cls(windows, UNKNOWN, UNKNOWN, windows.vocabulary_size, seed)
-        vocabulary = windows.vocabulary
-        return cls(windows, vocabulary.mask, vocabulary.end, vocabulary.size, seed)
+            self._mask, self._end, self._size = UNKNOWN, UNKNOWN, windows.vocabulary_size
+        else:
+            self._mask, self._end, self._size = windows.vocabulary.mask, windows.vocabulary.end, windows.vocabulary.size
 
     @property
     def split_index(self) -> SplitIndex:
@@ -54,12 +44,12 @@ class MaskedText:
         targets = torch.full_like(tokens, IGNORED)
         count = max(1, round(SELECTED_SHARE * self.windows.length))
         for row, target, index in zip(tokens, targets, indices, strict=True):
-            generator = torch.Generator().manual_seed(derive_seed("mask", self.seed, epoch, index))
-            order = torch.rand(len(row), generator=generator) + (row == self.end)
+            generator = torch.Generator().manual_seed(derive_seed("mask", self._seed, epoch, index))
+            order = torch.rand(len(row), generator=generator) + (row == self._end)
             selected = order.argsort()[:count]
             kinds = torch.rand(count, generator=generator)
-            others = torch.randint(self.vocabulary_size, (count,), generator=generator)
+            others = torch.randint(self._size, (count,), generator=generator)
             target[selected] = row[selected]
             shown = torch.where(kinds < MASKED_SHARE + RANDOM_SHARE, others, row[selected])
-            row[selected] = shown.masked_fill(kinds < MASKED_SHARE, self.mask)
+            row[selected] = shown.masked_fill(kinds < MASKED_SHARE, self._mask)
         return tokens, targets

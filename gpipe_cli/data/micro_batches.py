@@ -1,6 +1,6 @@
 """How a mini-batch is cut: the sizes of its micro-batches, and which of them each pipeline gets."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
@@ -19,8 +19,7 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
     return tuple(small + 1 if piece < larger else small for piece in range(pieces))
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """One pipeline's part of a mini-batch: consecutive micro-batches of the R x M of all R pipelines."""
 
     first_sample: int

@@ -35,9 +35,8 @@ class HFTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # from the hub, JSON or Rust: damaged files raise anything
             use = "give a folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
-            raise InvalidSettingError(
-                "dataset.tokenizer", place, f"cannot be read ({error_text(error)}); {use}"
-            ) from error
+            why = f"cannot be read ({error_text(error)}); {use}"
+            raise InvalidSettingError("dataset.tokenizer", place, why) from error
         ends = [self._tokenizer.eos_token_id, self._tokenizer.sep_token_id]
         if ends == [None, None]:
             why = "has no token to end a document with; give it an eos_token in its tokenizer_config.json"
@@ -49,9 +48,8 @@ class HFTokenizer:
         """The id of the token that hides another. Raises InvalidSettingError if there is none."""
         if (token := self._tokenizer.mask_token_id) is None:
             why = "has no token that hides another, as a masked language model needs"
-            raise InvalidSettingError(
-                "dataset.tokenizer", self._place, f"{why}; give it a mask_token in its tokenizer_config.json"
-            )
+            use = "give it a mask_token in its tokenizer_config.json"
+            raise InvalidSettingError("dataset.tokenizer", self._place, f"{why}; {use}")
         return int(token)
 
     @cached_property

@@ -88,10 +88,8 @@ class Samples:
     def split_off(self, setting: str, share: float, seed: int) -> tuple["Samples", "Samples"]:
         """The samples that stay, and those that `setting` takes out: the fraction `share` of each class, with masks of
         all samples. Raises InvalidSettingError."""
-        classes = (
-            self.targets if isinstance(self.targets, Tensor) else torch.zeros(len(self.targets), dtype=torch.int64)
-        )
-        kept, held_out = divide(classes, setting, share, seed)
+        strata = self.targets if isinstance(self.targets, Tensor) else len(self.targets)
+        kept, held_out = divide(strata, setting, share, seed)
         # files that were skipped are counted once
         return self.select(kept), replace(self.select(held_out), skipped=Counter())
 
@@ -137,16 +135,10 @@ class ImageFiles:
 
     def describe(self) -> str:
         """The kinds of images, by the headers of some files, evenly chosen: nothing is decoded."""
-        from PIL import Image
-
         sampled = self.paths[:: -(-len(self.paths) // _DESCRIBED_FILES)]
         forms, turned = Counter[str](), 0
         for path in sampled:
-            with (
-                suppress(Exception),
-                open_regular(Path(path)) as file,
-                Image.open(file, formats=_FORMATS) as image,
-            ):  # refused when read
+            with suppress(Exception), open_header(path) as image:  # refused when read
                 form = _MODE_NAMES.get(image.mode[:4], image.mode)  # without the order of bytes
                 forms[f"{form} drawn on white" if image.has_transparency_data else form] += 1
                 turned += image.getexif().get(_ORIENTATION) in range(2, 9)  # no other value is an orientation
@@ -157,10 +149,10 @@ class ImageFiles:
 
 def header_fault(path: str, *, mask: bool = False) -> str:
     """Why an image file, or a mask, cannot be read, as far as its header shows; "" if it shows no fault."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
-        with open_regular(Path(path)) as file, Image.open(file, formats=_FORMATS) as image:
+        with open_header(path) as image:
             return "" if mask or image.mode not in _UNKNOWN_RANGE else f"32-bit numbers (Pillow's mode {image.mode})"
     except UnidentifiedImageError:
         return "not an image" if os.path.getsize(path) else "empty"
@@ -169,11 +161,20 @@ def header_fault(path: str, *, mask: bool = False) -> str:
 
 
 @contextmanager
-def open_image(path: str) -> "Iterator[Image]":
-    """An image file, turned by its EXIF tag. Raises whatever Pillow raises for damaged bytes."""
-    from PIL import Image, ImageOps
+def open_header(path: str) -> "Iterator[Image]":
+    """An image file, of which only the header is read. Raises whatever Pillow raises for damaged bytes."""
+    from PIL import Image
 
     with open_regular(Path(path)) as file, Image.open(file, formats=_FORMATS) as image:
+        yield image
+
+
+@contextmanager
+def open_image(path: str) -> "Iterator[Image]":
+    """An image file, turned by its EXIF tag. Raises the errors of `open_header`."""
+    from PIL import ImageOps
+
+    with open_header(path) as image:
         ImageOps.exif_transpose(image, in_place=True)
         yield image
 
@@ -186,13 +187,9 @@ def is_image(path: str, skipped: Counter[str]) -> bool:
         return False
     shown = name.lower().endswith(IMAGE_SUFFIXES)
     if "." not in name:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import UnidentifiedImageError
 
-        with (
-            suppress(UnidentifiedImageError, OSError),
-            open_regular(Path(path)) as file,
-            Image.open(file, formats=_FORMATS),
-        ):
+        with suppress(UnidentifiedImageError, OSError), open_header(path):
             shown = True
     if not shown and os.path.isfile(path):
         skipped[Path(path).suffix.lower() or "no ending"] += 1
@@ -240,13 +237,9 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> Splits
             splits = [reader(str(root), train=train, download=download) for train in (True, False)]
     except (RuntimeError, OSError) as error:
         why = f"the files of '{root / reader.base_folder}' are missing or damaged ({error_text(error)})"
-        if download:
-            raise InvalidSettingError(
-                "dataset.download", True, f"{why}; check the network, or unpack {reader.url}"
-            ) from error
-        raise InvalidSettingError(
-            "dataset.root", root, f"{why}; set dataset.download=true, or unpack {reader.url}"
-        ) from error
+        setting: tuple[str, object] = ("dataset.download", True) if download else ("dataset.root", root)
+        use = "check the network" if download else "set dataset.download=true"
+        raise InvalidSettingError(*setting, f"{why}; {use}, or unpack {reader.url}") from error
     return Splits(
         *(
             Samples(

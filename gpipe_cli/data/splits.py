@@ -36,13 +36,15 @@ class Splits(NamedTuple, Generic[T]):
         return Splits(*(function(part) for _, part in self.each()))
 
 
-def divide(strata: Tensor, setting: str, share: float, seed: int) -> tuple[Tensor, Tensor]:
+def divide(strata: Tensor | int, setting: str, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """The indices, int64 and ascending, of the samples that stay in a set, and of those that `setting` takes out: the
     fraction `share` of each stratum, as nearly as whole samples allow, but never all of it.
 
-    strata: int64 (n,), the stratum of each sample, such as its class. seed: of the run; another setting draws other
-    samples. Raises InvalidSettingError if no sample is taken.
+    strata: int64 (n,), the stratum of each sample, such as its class; or n, if all are alike. seed: of the run; another
+    setting draws other samples. Raises InvalidSettingError if no sample is taken.
     """
+    if isinstance(strata, int):
+        strata = torch.zeros(strata, dtype=torch.int64)
     shuffled = torch.randperm(len(strata), generator=torch.Generator().manual_seed(derive_seed(setting, seed)))
     by_stratum = shuffled[strata[shuffled].argsort(stable=True)]
     sizes = strata.bincount()

@@ -188,9 +188,7 @@ def open_text(
 def _make_synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) -> Splits[SyntheticText]:
     counts = {"train_samples": dataset.train_samples or 0, "test_samples": dataset.test_samples or 0}
     if isinstance(dataset.validation, float):  # any other samples will do: all are alike
-        kept, held_out = divide(
-            torch.zeros(counts["train_samples"], dtype=torch.int64), _VALIDATION_SETTING, dataset.validation, seed
-        )
+        kept, held_out = divide(counts["train_samples"], _VALIDATION_SETTING, dataset.validation, seed)
         counts |= {"train_samples": len(kept), "validation_samples": len(held_out)}
     return Splits(
         *(
@@ -203,9 +201,7 @@ def _make_synthetic(dataset: TextConfig, length: int, seed: int, pairs: bool) ->
 def _split_off_windows(splits: Splits[TextSplit], share: float, seed: int) -> Splits[TextSplit]:
     """A fraction `share` of the training windows becomes the validation set. Raises InvalidSettingError for none."""
     training = splits.training
-    kept, held_out = divide(
-        torch.zeros(training.split_index.samples, dtype=torch.int64), _VALIDATION_SETTING, share, seed
-    )
+    kept, held_out = divide(training.split_index.samples, _VALIDATION_SETTING, share, seed)
     return Splits(replace(training, windows=kept), splits.test, replace(training, windows=held_out))
 
 
@@ -215,7 +211,7 @@ def _split_off_pairs(pairs: Splits[Pairs], share: float, seed: int) -> Splits[Pa
     training = pairs.training
     numbers: dict[str, int] = {}
     of_pair = torch.tensor([numbers.setdefault(target, len(numbers)) for target in training.references])
-    parts = divide(torch.zeros(len(numbers), dtype=torch.int64), _VALIDATION_SETTING, share, seed)
+    parts = divide(len(numbers), _VALIDATION_SETTING, share, seed)
     kept, held_out = (training.select(torch.isin(of_pair, part).nonzero().flatten()) for part in parts)
     return Splits(kept, pairs.test, held_out)
 

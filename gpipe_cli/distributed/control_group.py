@@ -11,12 +11,11 @@ all stop after the same step.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,7 @@ class BlockedOn(IntEnum):
     LAST_CHECKPOINT = 5  # the last checkpoint of a process that has failed
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """What a process is doing: int64 numbers in memory shared with its supervisor, which detects a hang by them."""
 
     progress_counter: int  # incremented when an action begins, a wait ends or a message is sent
@@ -49,7 +47,7 @@ class Activity:
     length_1: int
 
 
-ACTIVITY_NUMBERS = len(fields(Activity))  # per process
+ACTIVITY_NUMBERS = len(Activity._fields)  # per process
 # The memory's last two numbers: messages of process 0 that the parent has handled, and the signal that has asked the
 # run to stop, 0 before.
 HANDLED, STOP = -2, -1

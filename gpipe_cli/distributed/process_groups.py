@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gpipe_cli.distributed.control_group import BlockedOn, BlockedOnContext, ControlGroup
 from gpipe_cli.distributed.rendezvous import store
-from gpipe_cli.pipeline.runtime.link import Edge, GlooLink, GroupLink, Link, Links
+from gpipe_cli.pipeline.runtime.link import Edge, GlooLink, GroupLink, Links
 from gpipe_cli.pipeline.runtime.tied_weights import Group
 from gpipe_cli.schedule.schedule import Kind
 from gpipe_cli.system.accelerator import is_accelerator
@@ -66,8 +66,7 @@ class ProcessGroups:
     def close(self) -> None:
         """Destroy all groups, in which nothing may be in flight."""
         for link in self.links.by_edge.values():
-            if isinstance(link, GroupLink):
-                link.close()
+            link.close()
         for group in (*self.replicas.values(), *self.tied.values()):
             dist.destroy_process_group(group)
 
@@ -112,7 +111,7 @@ def connect_processes(
         dist.init_process_group("gloo", store=run_store, rank=rank, world_size=processes, timeout=_PREPARATION_TIMEOUT)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    links: dict[Edge, Link] = {}
+    links: dict[Edge, GroupLink] = {}
     for replica in range(replicas):
         owners = [replica * pipeline_processes + owner for owner in rank_of_stage]
         neighbours = [(stage, stage + 1) for stage in range(len(owners) - 1)]
@@ -132,12 +131,12 @@ def edge_links(
     pairs: Sequence[tuple[int, int]],
     device: torch.device,
     timeout: datetime.timedelta,
-) -> dict[Edge, Link]:
+) -> dict[Edge, GroupLink]:
     """A link in each direction between the two stages of each pair, for pairs with a single stage in this process. To
     be called in all processes, as `for_cut`."""
     forward = [(Kind.F, sender, receiver) for sender, receiver in pairs]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
-    links: dict[Edge, Link] = {}
+    links: dict[Edge, GroupLink] = {}
     for kind, sender, receiver in forward + backward:
         ends = (rank_of_stage[sender], rank_of_stage[receiver])
         if ends[0] == ends[1]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpipe_cli.errors import InputError, shorten
 
@@ -14,8 +14,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 _WAIT_LIMIT: ContextVar[float | None] = ContextVar("wait_limit", default=None)
 
 
-@dataclass(frozen=True)
-class Torchrun:
+class Torchrun(NamedTuple):
     """This process's place among several that torchrun has started."""
 
     rank: int

@@ -290,9 +290,8 @@ class SilenceTimer:
             unchanged = self._seen.get(rank) == doing
             self._seen[rank] = doing
             self._seconds[rank] = self._seconds.get(rank, 0.0) + passed if unchanged else 0.0
-            has_begun = (
-                doing.kind > 0 or doing.blocked_on == BlockedOn.DATA
-            ) and doing.blocked_on != BlockedOn.COMPILER
+            begun = doing.kind > 0 or doing.blocked_on == BlockedOn.DATA
+            has_begun = begun and doing.blocked_on != BlockedOn.COMPILER
             if self._seconds[rank] > self._limit and (has_begun or stopped(rank)):
                 silent[rank] = self._seconds[rank]
         if not silent:

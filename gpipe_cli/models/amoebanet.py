@@ -14,7 +14,6 @@ element, the head's logits.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from operator import call
 from typing import Any, Literal, NamedTuple
@@ -31,8 +30,7 @@ Variant = Literal["b", "d"]
 Step = tuple[str, int]  # (operation, number of the state that it reads)
 
 
-@dataclass(frozen=True, slots=True)
-class CellGenotype:
+class CellGenotype(NamedTuple):
     """How a cell is wired. State 0 is its input behind a 1x1 convolution, state 1 the output of the cell before that
     input; each pair of steps adds the next state (2, 3, ...) as the sum of two operations."""
 
@@ -128,10 +126,6 @@ class Cell(nn.Module):
             for name, state in pair
         )
         self.drop_path = ScheduledDropPath(drop_path)
-
-    def reads(self) -> tuple[nn.Module, list[object]]:
-        """What the forward reads, and the genotype in that, which never changes: equal cells are traced once."""
-        return self, [self.genotype]
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         current, previous, *auxiliary = inputs if isinstance(inputs, tuple) else (inputs, inputs)

@@ -42,9 +42,8 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         if not torch.empty(0).is_meta:
             raise
         why = f"fails when it is called on the meta device, where tensors have no values ({describe_error(error)})"
-        raise InvalidSettingError(
-            TARGET, target, f"{why}; no .item(), no tolist() and no loading of files there"
-        ) from error
+        use = "no .item(), no tolist() and no loading of files there"
+        raise InvalidSettingError(TARGET, target, f"{why}; {use}") from error
     if fault := why_not_sequential(model):
         raise InvalidSettingError(TARGET, target, fault)
     return model
@@ -68,9 +67,8 @@ def _find(target: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
         where = f"{module_name} ({module.__file__})"
-        raise InvalidSettingError(
-            TARGET, target, f"{where} has no function {name}; name one that returns an nn.Sequential"
-        )
+        why = f"{where} has no function {name}; name one that returns an nn.Sequential"
+        raise InvalidSettingError(TARGET, target, why)
     return function
 
 

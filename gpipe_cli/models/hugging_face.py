@@ -18,7 +18,6 @@ some families scale embeddings or logits there. So a family is listed here once 
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.config.did_you_mean import suggest_nearest
-from gpipe_cli.config.groups import LoraConfig
+from gpipe_cli.config.groups import HuggingFaceConfig, LoraConfig
 from gpipe_cli.errors import InvalidSettingError, error_text
 from gpipe_cli.models.hugging_face_layers import (
     Block,
@@ -70,26 +69,11 @@ _ACTIVATIONS = ("activation_function", "dense_act_fn", "hidden_act", "hidden_act
 _NAME_REMEDY = "give a folder with the config.json of a model, or a name on the hub"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Where a model comes from.
-
-    name: a folder with config.json, or a name on the hub. pretrained: initial values come from the safetensors files
-    next to config.json. config: replaces settings of config.json. attention: transformers' implementation, "eager" or
-    "sdpa". lora: adapters that are trained instead of the weights.
-    """
-
-    name: str
-    pretrained: bool = False
-    config: Mapping[str, Any] | None = None
-    attention: str = "eager"
-    lora: LoraConfig | None = None
-
-
-def language_model(source: ModelSource, *, vocabulary: int, length: int) -> nn.Sequential:
+def language_model(source: HuggingFaceConfig, *, vocabulary: int, length: int) -> nn.Sequential:
     """A causal language model: tokens (N, S), int64 -> logits (N, S, tokens of the model).
 
-    Like all functions here, it is for the meta device; the layers then have `initialise_weights`.
+    Like all functions here, it is for the meta device; the layers then have `initialise_weights`. If `source` is
+    pretrained, initial values come from the safetensors files next to config.json.
 
     Args:
         vocabulary: number of the data's token ids, at most the model's.
@@ -115,7 +99,7 @@ def language_model(source: ModelSource, *, vocabulary: int, length: int) -> nn.S
     return _as_sequential(source, model, {**layers, "head": HFLayer(model, initial, [f"{base}.{norm}", "lm_head"])})
 
 
-def masked_language_model(source: ModelSource, *, vocabulary: int, length: int) -> nn.Sequential:
+def masked_language_model(source: HuggingFaceConfig, *, vocabulary: int, length: int) -> nn.Sequential:
     """A model that predicts masked tokens: tokens (N, S), int64 -> logits (N, S, tokens of the model). Otherwise as
     `language_model`."""
     settings = _settings(source, MASKED_LANGUAGE_MODELS, "masked text")
@@ -127,7 +111,7 @@ def masked_language_model(source: ModelSource, *, vocabulary: int, length: int) 
     return _as_sequential(source, model, {**layers, "head": HFLayer(model, initial, ["cls"])})
 
 
-def image_classifier(source: ModelSource, *, num_classes: int, image_size: int) -> nn.Sequential:
+def image_classifier(source: HuggingFaceConfig, *, num_classes: int, image_size: int) -> nn.Sequential:
     """A vision Transformer: images (N, 3, S, S) -> logits (N, num_classes). A pretrained classifier for another number
     of classes is not loaded.
 
@@ -136,9 +120,8 @@ def image_classifier(source: ModelSource, *, num_classes: int, image_size: int) 
     settings = _settings(source, IMAGE_CLASSIFIERS, "images")
     if settings.image_size not in (image_size, [image_size] * 2, (image_size,) * 2):
         use = f"use that, or 'model.config={{image_size: {image_size}}}' for a model of this size"
-        raise InvalidSettingError(
-            "dataset.image_size", image_size, f"{source.name} takes {settings.image_size} pixels; {use}"
-        )
+        why = f"{source.name} takes {settings.image_size} pixels; {use}"
+        raise InvalidSettingError("dataset.image_size", image_size, why)
     settings.num_labels = num_classes
     model, initial = _build_on_meta(source, settings, "AutoModelForImageClassification", classifier="classifier")
     layers = {"embedding": HFLayer(model, initial, ["vit.embeddings"])}
@@ -148,7 +131,7 @@ def image_classifier(source: ModelSource, *, num_classes: int, image_size: int) 
     return _as_sequential(source, model, {**layers, "head": head})
 
 
-def translation_model(source: ModelSource, *, vocabulary: int, length: int, pad: int) -> nn.Sequential:
+def translation_model(source: HuggingFaceConfig, *, vocabulary: int, length: int, pad: int) -> nn.Sequential:
     """An encoder and a decoder: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, tokens).
 
     In transformers the first block of each stack makes the biases of relative positions, and the others get them. Here
@@ -166,8 +149,8 @@ def translation_model(source: ModelSource, *, vocabulary: int, length: int, pad:
     model, initial = _build_on_meta(source, settings, "AutoModelForSeq2SeqLM")
     if not settings.scale_decoder_outputs:  # what transformers makes of tie_word_embeddings=false
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
-        initial = initial.without_tied("lm_head.weight")
-    initial = initial.with_tied(_share_tables(model))
+        initial.tied.pop("lm_head.weight", None)
+    initial.tied.update(_share_tables(model))
     layers: dict[str, HFLayer] = {}
     layers["embedding"] = SourceEmbedding(model, initial, ["encoder.embed_tokens", "encoder.dropout"], pad)
     for index in range(settings.num_layers):
@@ -182,12 +165,12 @@ def translation_model(source: ModelSource, *, vocabulary: int, length: int, pad:
     return _as_sequential(source, model, layers)
 
 
-def is_masked(source: ModelSource) -> bool:
+def is_masked(source: HuggingFaceConfig) -> bool:
     """Whether a model of text predicts masked tokens, not the next ones. Raises the errors of `read_config`."""
     return read_config(source).model_type in MASKED_LANGUAGE_MODELS
 
 
-def read_config(source: ModelSource) -> Any:
+def read_config(source: HuggingFaceConfig) -> Any:
     """A model's PretrainedConfig. Raises InvalidSettingError if it cannot be read, has values of which no model can be
     made, or lacks a setting that `source.config` replaces. No code of a folder or of the hub is run."""
     try:
@@ -208,11 +191,9 @@ def read_config(source: ModelSource) -> Any:
             if rule := _violated_rule(key, value):
                 raise _config_error(source, f"{key}={value} must be {rule}")
         unchanged = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
-        if unknown_keys := [key for key in changes if key not in unchanged]:
-            hint = suggest_nearest(unknown_keys[0], [*unchanged]) or "; config.json has them all"
-            raise InvalidSettingError(
-                f"model.config.{unknown_keys[0]}", changes[unknown_keys[0]], f"no such setting{hint}"
-            )
+        if (unknown := next((key for key in changes if key not in unchanged), None)) is not None:
+            hint = suggest_nearest(unknown, [*unchanged]) or "; config.json has them all"
+            raise InvalidSettingError(f"model.config.{unknown}", changes[unknown], f"no such setting{hint}")
         settings = AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
     except InvalidSettingError:
         raise
@@ -226,7 +207,7 @@ def read_config(source: ModelSource) -> Any:
     return settings
 
 
-def _config_error(source: ModelSource, what: str) -> InvalidSettingError:
+def _config_error(source: HuggingFaceConfig, what: str) -> InvalidSettingError:
     place = "its config.json, or model.config" if source.config else "its config.json"
     return InvalidSettingError("model.name", source.name, f"{what}; correct that in {place}")
 
@@ -246,7 +227,7 @@ def _violated_rule(key: str, value: Any) -> str:
     return ""
 
 
-def _check_heads(source: ModelSource, settings: Any, *, given: bool) -> None:
+def _check_heads(source: HuggingFaceConfig, settings: Any, *, given: bool) -> None:
     """Raise InvalidSettingError if the heads cannot share the model's width, or keys and values. `given`: the width of
     a head is given, and need not divide the model's."""
     width, heads = (settings.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
@@ -259,7 +240,7 @@ def _check_heads(source: ModelSource, settings: Any, *, given: bool) -> None:
             raise _config_error(source, f"{whole}={dividend} must be a multiple of {parts}={divisor}")
 
 
-def _settings(source: ModelSource, families: "tuple[str, ...] | list[str]", data: str) -> Any:
+def _settings(source: HuggingFaceConfig, families: "tuple[str, ...] | list[str]", data: str) -> Any:
     settings = read_config(source)
     if settings.model_type not in families:
         why = f"transformers' family {settings.model_type} has no chain of layers for {data}"
@@ -267,15 +248,14 @@ def _settings(source: ModelSource, families: "tuple[str, ...] | list[str]", data
     return settings
 
 
-def _check_text_fits(source: ModelSource, settings: Any, vocabulary: int, length: int) -> None:
+def _check_text_fits(source: HuggingFaceConfig, settings: Any, vocabulary: int, length: int) -> None:
     if vocabulary > settings.vocab_size:
         why = f"{source.name} knows {settings.vocab_size} tokens; use {settings.vocab_size} or fewer"
         raise InvalidSettingError("dataset.vocabulary", vocabulary, why)
     positions = getattr(settings, "max_position_embeddings", length)
     if length > positions:
-        raise InvalidSettingError(
-            "model.length", length, f"{source.name} has {positions} positions; use as many or fewer"
-        )
+        why = f"{source.name} has {positions} positions; use as many or fewer"
+        raise InvalidSettingError("model.length", length, why)
 
 
 def _mask(settings: Any, index: int) -> Mask:
@@ -290,7 +270,9 @@ def _mask(settings: Any, index: int) -> Mask:
     return "sliding" if slides else "causal"
 
 
-def _build_on_meta(source: ModelSource, settings: Any, auto: str, classifier: str = "") -> tuple[Any, InitialValues]:
+def _build_on_meta(
+    source: HuggingFaceConfig, settings: Any, auto: str, classifier: str = ""
+) -> tuple[Any, InitialValues]:
     """The model without memory, in training mode, in float32, and how its layers get their values."""
     import transformers
 
@@ -300,15 +282,14 @@ def _build_on_meta(source: ModelSource, settings: Any, auto: str, classifier: st
                 settings, attn_implementation=source.attention, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:  # whatever a constructor raises for values that a configuration may have
-        raise _config_error(
-            source, f"no model can be made of the values ({error_text(error).partition('; ')[0]})"
-        ) from error
+        why = f"no model can be made of the values ({error_text(error).partition('; ')[0]})"
+        raise _config_error(source, why) from error
     weights = Weights(source.name, model, classifier) if source.pretrained else None
     if source.lora is not None:
         _add_adapters(model, source.lora)
         if classifier:  # it may have other classes than the pretrained model
             model.get_submodule(classifier).requires_grad_(True)
-    return model.train(), InitialValues.of(model, weights)
+    return model.train(), InitialValues(model, weights)
 
 
 def _add_adapters(model: Any, lora: LoraConfig) -> None:
@@ -354,7 +335,7 @@ def _share_tables(model: Any) -> dict[str, str]:
     return tied
 
 
-def _as_sequential(source: ModelSource, model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Sequential:
+def _as_sequential(source: HuggingFaceConfig, model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Sequential:
     """The layers as a sequence. Raises InvalidSettingError if the model has a parameter or buffer that no layer has."""
     sequence = nn.Sequential()
     for layer, module in layers.items():

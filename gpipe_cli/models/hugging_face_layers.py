@@ -37,7 +37,8 @@ class HFLayer(nn.Module):
     def reads(self) -> tuple[tuple[object, ...], list[object]]:
         """What the forward reads, and the configurations in that: equal blocks differ only in their paths."""
         configurations = [config for part in self.modules() if (config := vars(part).get("config")) is not None]
-        return (type(self), self.training, *map(self.get_submodule, self.paths)), configurations
+        plain = {key: value for key, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+        return (type(self), plain, *map(self.get_submodule, self.paths)), configurations
 
     def forward(self, x: Any) -> Any:
         for path in self.paths:
@@ -74,10 +75,6 @@ class Block(HFLayer):
         for part in self.modules():
             if "layer_idx" in vars(part):
                 vars(part)["layer_idx"] = None  # the place in a cache of keys and values, which training does not have
-
-    def reads(self) -> tuple[tuple[object, ...], list[object]]:
-        read, configurations = super().reads()
-        return (*read, self._mask), configurations
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """padding: bool (N, S), False at positions that must not be seen."""
@@ -167,10 +164,6 @@ class DecoderBlock(Block):
             )
         )
         return target if self.last else (source, mask, target)
-
-    def reads(self) -> tuple[tuple[object, ...], list[object]]:
-        read, configurations = super().reads()
-        return (*read, self.last), configurations
 
 
 class TranslationHead(HFLayer):

@@ -7,7 +7,6 @@ tensors, by name. Names in old files differ from the model's; transformers knows
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,8 @@ class Weights:
             values[name], *others = (self._tensor(candidate, shapes[name]) for candidate in names)
             if not all(torch.equal(values[name], other) for other in others):
                 why = f"{names[0]} and {name}, which are tied, differ in the files of {self.name}"
-                raise InvalidSettingError(
-                    "model.pretrained", True, f"{why}; use 'model.config={{tie_word_embeddings: false}}'"
-                )
+                use = "use 'model.config={tie_word_embeddings: false}'"
+                raise InvalidSettingError("model.pretrained", True, f"{why}; {use}")
         return values
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
@@ -105,9 +103,8 @@ class Weights:
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"{path}: cannot be read as safetensors ({describe_error(error)}); fetch it again"
-            ) from error
+            why = f"cannot be read as safetensors ({describe_error(error)}); fetch it again"
+            raise InputError(f"{path}: {why}") from error
 
 
 def adapters_in(layer: nn.Module) -> Iterator[Any]:
@@ -135,31 +132,16 @@ def find_file(name: str, file: str) -> Path | None:
     return None if path is None else Path(path)
 
 
-@dataclass(frozen=True)
 class InitialValues:
-    """How the layers of a model get their values.
+    """How the layers of a model get their values: from `weights`, or drawn if that is None."""
 
-    initialiser: has transformers' `_init_weights` for the model. tied: name of a tied parameter -> its owner's name.
-    weights: None if values are drawn.
-    """
-
-    initialiser: Any
-    tied: Mapping[str, str]
-    weights: Weights | None
-
-    @classmethod
-    def of(cls, model: Any, weights: Weights | None) -> "InitialValues":
+    def __init__(self, model: Any, weights: Weights | None) -> None:
         # `_init_weights` reads only the configuration: with the whole model each layer would hold all others
-        initialiser: Any = object.__new__(type(model))
-        nn.Module.__init__(initialiser)
-        initialiser.config = model.config
-        return cls(initialiser, dict(model.all_tied_weights_keys), weights)
-
-    def with_tied(self, more: Mapping[str, str]) -> "InitialValues":
-        return replace(self, tied={**self.tied, **more})
-
-    def without_tied(self, name: str) -> "InitialValues":
-        return replace(self, tied={tied: owner for tied, owner in self.tied.items() if tied != name})
+        self.initialiser: Any = object.__new__(type(model))
+        nn.Module.__init__(self.initialiser)
+        self.initialiser.config = model.config
+        self.tied: dict[str, str] = dict(model.all_tied_weights_keys)  # name of a tied parameter -> its owner's name
+        self.weights = weights
 
     def set(self, layer: nn.Module) -> None:
         """Set all parameters and buffers of a layer, whose modules have their paths in the model.

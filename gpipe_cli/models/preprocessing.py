@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpipe_cli.config.groups import HuggingFaceConfig
 from gpipe_cli.errors import InvalidSettingError, describe_error
-from gpipe_cli.models.hugging_face import ModelSource, read_config
+from gpipe_cli.models.hugging_face import read_config
 from gpipe_cli.models.hugging_face_weights import find_file
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -58,7 +59,7 @@ def _exported_preprocessing(file: Path) -> Preprocessing | None:
     return None
 
 
-def hugging_face_preprocessing(source: ModelSource) -> Preprocessing | None:
+def hugging_face_preprocessing(source: HuggingFaceConfig) -> Preprocessing | None:
     """By the preprocessor next to the weights, as transformers reads it; None if there is none. If it scales pixels to
     another range than [0, 1], or does not normalize, mean and deviation are changed to the same effect. Raises the
     errors of `read_config`, and InvalidSettingError for a preprocessor that cannot be read."""

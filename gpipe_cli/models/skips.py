@@ -9,8 +9,7 @@ of the `Stash` to the stage of the `Pop`, not through the stages between (like t
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +100,7 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-@dataclass(frozen=True)
-class Skip:
+class Skip(NamedTuple):
     """A tensor, or several, that layer `stash` keeps for layer `pop`; layers by index."""
 
     name: str

@@ -1,10 +1,7 @@
-"""The models of timm and which of them are chains, read from timm_models.csv: building all takes many minutes.
-
-python -m gpipe_cli.models.timm_list > gpipe_cli/models/timm_models.csv    writes the file for the installed timm
-"""
+"""The models of timm and which of them are chains, read from timm_models.csv, which `.ci/list_timm_models.py` writes:
+building all takes many minutes."""
 
 import csv
-import sys
 from difflib import get_close_matches
 from fnmatch import filter as matching
 from importlib import resources
@@ -31,13 +28,3 @@ def list_sequential_models(pattern: str) -> tuple[list[Row], int]:
         raise InputError(f"{pattern}: timm has no model of such a name; {remedy}")
     matches = [(name, rows[name][0], int(rows[name][1]), int(rows[name][2])) for name in names if rows[name]]
     return matches, len(names) - len(matches)
-
-
-if __name__ == "__main__":
-    from timm import list_models
-
-    from gpipe_cli.models.timm_models import describe_model
-
-    csv.writer(sys.stdout, lineterminator="\n").writerows(
-        (name, *(describe_model(name) or ())) for name in list_models()
-    )

@@ -14,7 +14,6 @@ timm initialises a model only as a whole: every process builds it in memory and 
 
 import inspect
 import itertools
-import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -145,9 +144,8 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
         why = f"cannot be read as weights ({describe_error(error).partition('; ')[0]})"
         raise InvalidSettingError("model.weights", file, f"{why}; {use}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise InvalidSettingError(
-            "model.weights", file, "does not hold a dictionary of tensors; save model.state_dict()"
-        )
+        why = "does not hold a dictionary of tensors; save model.state_dict()"
+        raise InvalidSettingError("model.weights", file, why)
     return dict(tensors)
 
 
@@ -212,19 +210,6 @@ def _children(model: nn.Module, path: str) -> list[str]:
 def _tensors(model: nn.Module) -> set[str]:
     """The names of all parameters and buffers, including the buffers that no file of weights holds."""
     return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}
-
-
-def describe_model(name: str) -> tuple[str, int, int] | None:
-    """Family, number of layers and of parameters of a model of timm; None if it is not a chain. Allocates no memory."""
-    import timm
-
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-        model = timm.create_model(name)
-    try:
-        layers = len(as_sequential(model))
-    except InvalidSettingError:
-        return None
-    return type(model).__name__, layers, sum(parameter.numel() for parameter in model.parameters())
 
 
 class TimmLayer(nn.Module):

@@ -44,7 +44,7 @@ class DeviceRates:
     def seconds(self, work: OperationCounts, samples: float) -> float:
         """The seconds of ``work`` for a micro-batch of ``samples``."""
         beginning = working = launching = 0.0
-        for kind, operations in work.by_kind.items():
+        for kind, operations in work.items():
             computing = operations.flops * samples * self.flop[kind]
             moving = operations.bytes * samples * self.byte + operations.fixed_bytes * self.byte
             beginning += operations.count * self.operation

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs: the `CudaGraphCapturer` of `pipeline/runtime/graph_capture.py` for NVIDIA's GPUs, and AMD's.
+"""Captures CUDA graphs, on NVIDIA's GPUs and AMD's; `pipeline/runtime/graph_capture.py` decides what is captured.
 
 torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14 none for CUDA.
 """
@@ -16,12 +16,12 @@ from gpipe_cli.system.accelerator import generators, is_accelerator, using_devic
 
 
 @lru_cache
-def graph_maker(device: torch.device) -> "TorchGraphCapturer | None":
+def graph_maker(device: torch.device) -> "CudaGraphCapturer | None":
     """The capturer of graphs on `device`; None on a CPU, where launching costs nothing."""
-    return TorchGraphCapturer(device) if is_accelerator(device) else None
+    return CudaGraphCapturer(device) if is_accelerator(device) else None
 
 
-class TorchGraphCapturer:
+class CudaGraphCapturer:
     """Captures graphs on a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -32,6 +32,7 @@ class TorchGraphCapturer:
         self._stream = self._cuda.Stream(device)  # a torch.Stream cannot be captured
 
     def new_pool(self) -> Any:
+        """Memory for graphs that are never in use at the same time."""
         return self._cuda.graph_pool_handle()
 
     def new_rng_state(self) -> torch.Generator:
@@ -39,6 +40,7 @@ class TorchGraphCapturer:
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
+        """While active, work is launched on the separate stream on which graphs are captured."""
         with using_device(self._device):
             current = self._cuda.current_stream(self._device)
             self._stream.wait_stream(current)
@@ -50,6 +52,8 @@ class TorchGraphCapturer:
 
     @contextmanager
     def forbid_sync(self) -> Iterator[None]:
+        """While active, an operation that makes the host wait for the device raises RuntimeError, in all threads. In a
+        capture that would be too late: it may leave older releases of torch capturing."""
         before = self._cuda.get_sync_debug_mode()
         with warnings.catch_warnings(action="ignore"):  # a warning that not every such operation is found
             self._cuda.set_sync_debug_mode("error")
@@ -60,6 +64,7 @@ class TorchGraphCapturer:
 
     @contextmanager
     def capture(self, pool: Any, rng: Sequence[torch.Generator]) -> Iterator[Any]:
+        """While active, launches are captured, and need not run. They draw random numbers from any of `rng`."""
         graph = self._cuda.CUDAGraph()
         for state in rng:
             graph.register_generator_state(state)
@@ -91,4 +96,5 @@ class TorchGraphCapturer:
                 pass
 
     def use_rng_state(self, rng: torch.Generator | None) -> None:
+        """During a capture: draw from `rng` from here on; None: from the default generator."""
         self._default.graphsafe_set_state(self._default_state if rng is None else rng)

@@ -8,15 +8,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 _DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # NVIDIA's and AMD's; without either, no GPU
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     name: str  # name given by the driver
     memory_bytes: int
 

@@ -310,19 +310,14 @@ class Data:
     def _unused_validation(self) -> Notes:
         """A line of the banner about a folder or a file `val` that is the test set, or that nothing uses."""
         dataset = self._config.dataset
-        has_validation_setting = (IMAGE_DATASETS | TEXT_DATASETS)[dataset.name].folders and getattr(
-            dataset, "test", None
-        ) is None
-        if not has_validation_setting or dataset.root is None or dataset.validation == VALIDATION_NAME:
+        has_folders = (IMAGE_DATASETS | TEXT_DATASETS)[dataset.name].folders and getattr(dataset, "test", None) is None
+        if not has_folders or dataset.root is None or dataset.validation == VALIDATION_NAME:
             return ()
         for suffix in ("", ".tsv"):
             if (place := Path(dataset.root, VALIDATION_NAME + suffix)).exists():
                 is_test = split_names(place.parent, suffix=suffix)[-1] == VALIDATION_NAME
-                use = (
-                    "is the test set, as there is no other"
-                    if is_test
-                    else "is not used; dataset.validation=val uses it"
-                )
+                unused = "is not used; dataset.validation=val uses it"
+                use = "is the test set, as there is no other" if is_test else unused
                 return ((VALIDATION_NAME, f"{place} {use}"),)
         return ()
 

@@ -52,10 +52,6 @@ class Engine(PipelinePart):
         """The gradients of this process's parameters in global order, without parameters that have none."""
         return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
 
-    def gradients_in_norm(self) -> list[torch.Tensor]:
-        """The `gradients` that count in the norm; a tied weight's only where it is used first."""
-        return [gradient for k in self.stages for gradient in gradients_of(self.owned_parameters(k).values())]
-
     def owned_parameters(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of a stage, without tied weights that an earlier stage also has."""
         layers, parameters = self.spec.layer_names[stage], self.parameters[stage]

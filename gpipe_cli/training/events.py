@@ -130,18 +130,11 @@ class CheckpointReady:
 
 
 @dataclass(frozen=True)
-class CheckpointWritten:
-    """A checkpoint is complete on disk."""
+class CheckpointEnded:
+    """A checkpoint is complete on disk, or could not be written; the training continues."""
 
     step: int
-
-
-@dataclass(frozen=True)
-class CheckpointFailed:
-    """A checkpoint could not be written; the training continues."""
-
-    step: int
-    why: str  # the cause, a line
+    failure: str | None = None  # the cause, a line; None if the checkpoint is complete
 
 
 @dataclass(frozen=True)

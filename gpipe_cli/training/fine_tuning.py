@@ -70,7 +70,7 @@ def match_pretrained(
     read.
     """
     assert config.init_from is not None
-    match = CheckpointCompatibility.of("init_from", Path(config.init_from), checkpoint, config, model)
+    match = CheckpointCompatibility("init_from", Path(config.init_from), checkpoint, config, model)
     shapes, saved_shapes = match.shapes, match.saved_shapes
     classifier = classifier_of(config, model) & shapes.keys()  # a tied matrix is loaded with the embedding
     _check_same_names(match, classifier)
@@ -163,12 +163,9 @@ def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
     """A key that is equal for data sets with the same classes; for a user's own files it includes their folder."""
     of_user = dataset.name in ("image_folder", "image_masks", "text_files", "parallel_text")
     place = Path(dataset.root).resolve() if of_user and dataset.root is not None else None
-    classes = (
-        (dataset.num_classes, dataset.classes)
-        if isinstance(dataset, ImagesConfig)
-        else (dataset.vocabulary, dataset.direction)
-    )
-    return (dataset.name, *classes, place)
+    if isinstance(dataset, ImagesConfig):
+        return dataset.name, dataset.num_classes, dataset.classes, place
+    return dataset.name, dataset.vocabulary, dataset.direction, place
 
 
 def _layer_names(names: Iterable[str]) -> set[str]:

@@ -26,11 +26,9 @@ def initial_progress(config: TrainConfig, source: Path | None) -> Progress:
     if config.resume is None or source is None:
         return Progress(0, 0, 0, 0, 0, None, None)
     progress = read_index(source).progress
-    return (
-        progress
-        if missing_best_checkpoint(source) is None
-        else replace(progress, best_score=None, best_step=None, best=None)
-    )
+    if missing_best_checkpoint(source) is not None:
+        return replace(progress, best_score=None, best_step=None, best=None)
+    return progress
 
 
 @dataclass(frozen=True)

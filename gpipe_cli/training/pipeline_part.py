@@ -1,6 +1,7 @@
 """A process's part of a pipeline, built from the pipeline's cut: for a run (`engine.py`) or a user's program
 (`library/`)."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
@@ -14,7 +15,7 @@ from gpipe_cli.assembly.optimizer import gradients_of
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.runtime.compilation import CompileCounts
+from gpipe_cli.pipeline.runtime.compilation import compile_counts
 from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
@@ -63,14 +64,15 @@ class PipelinePart:
         for stage in self.stages.values():
             stage.set_autocast_dtype(dtype)
 
-    def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> CompileCounts:
+    def compile(self, inputs: Boundary, sizes: Iterable[int], lengths: Sequence[int] = ()) -> Counter[str]:
         """Compile all layers of this process for micro-batches of `sizes` samples, with `inputs` for the first layer;
-        returns what was compiled. Raises InvalidSettingError, which names the layer that does not compile."""
-        before = CompileCounts.current()
+        returns the `compile_counts` of that. Raises InvalidSettingError, which names the layer that does not
+        compile."""
+        before = compile_counts()
         for samples, (k, stage) in product(sizes, self.stages.items()):
             given = inputs_of(self.boundaries.training, k) if k else inputs
             stage.compile(given, samples, lengths)
-        return CompileCounts.current() - before
+        return compile_counts() - before
 
     def check_still_frozen(self) -> None:
         """Raises InputError for a parameter that is trained now, and was frozen when its stage was built, where its

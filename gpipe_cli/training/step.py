@@ -14,15 +14,16 @@ them. Norms and timings are the first replica's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from functools import cache, partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS
 from gpipe_cli.assembly.loss import NO_TOTALS, CrossEntropy, Totals
-from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, set_learning_rate
+from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, gradients_of, set_learning_rate
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.images import normalize
@@ -40,8 +41,7 @@ from gpipe_cli.training.data_feed import MiniBatch, SplitReader
 from gpipe_cli.training.engine import Engine
 
 
-@dataclass(frozen=True)
-class StageMetrics:
+class StageMetrics(NamedTuple):
     """Metrics of a stage, measured in its process; with several replicas, the maximum of each."""
 
     memory_bytes: float  # peak memory so far
@@ -50,8 +50,7 @@ class StageMetrics:
     cpu_starved_share: float  # share of the stage's computing time without a core; 0 on a GPU
 
 
-@dataclass(frozen=True)
-class PendingMetrics:
+class PendingMetrics(NamedTuple):
     """This process's metrics of a step that it has launched. Calling `totals` or `read_norms` waits for the device."""
 
     timings: StepTimings
@@ -61,8 +60,7 @@ class PendingMetrics:
     read_norms: Callable[[], torch.Tensor]  # returns them on the host as `norms` (P,) above
 
 
-@dataclass(frozen=True)
-class StepMetrics:
+class StepMetrics(NamedTuple):
     """The metrics of a step, gathered from all processes."""
 
     totals: Totals  # over the mini-batch
@@ -113,10 +111,10 @@ def compute_gradients(
         saved = stage.counter.peak_bytes if counts else 0
         libraries = 0 if bytes_at_start is None else overhead_bytes(device, bytes_at_start)
         stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, timings.cpu_starved_share(k))
-    norms = gradient_norms(engine.gradients_in_norm())
-    totals = None if objective is None else objective.totals_async()
     owned_parameters = [parameter for k in engine.stages for parameter in engine.owned_parameters(k).values()]
     have = [index for index, parameter in enumerate(owned_parameters) if parameter.grad is not None]
+    norms = gradient_norms(gradients_of(owned_parameters))  # a tied weight counts where it is used first
+    totals = None if objective is None else objective.totals_async()
     padded = partial(_pad_norms, copy_to_host_async(norms), have, engine.spec.max_parameter_tensors)
     return PendingMetrics(timings, stages, totals, norms, padded)
 
@@ -233,9 +231,9 @@ def gather_metrics(engine: Engine, pending: PendingMetrics) -> Callable[[], Step
 def _pack(engine: Engine, pending: PendingMetrics) -> torch.Tensor:
     """The metrics that this process knows, as the vector above; timings on the clock of process 0."""
     spec, control = engine.spec, engine.control
-    stages = torch.zeros(spec.partitions, len(fields(StageMetrics)), dtype=torch.float64)
+    stages = torch.zeros(spec.partitions, len(StageMetrics._fields), dtype=torch.float64)
     for k, stage_metrics in pending.stages.items():
-        stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
+        stages[k] = torch.tensor(stage_metrics, dtype=torch.float64)
     with control.blocked_on(BlockedOn.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
         totals = NO_TOTALS if pending.totals is None else pending.totals()
         norms = pending.read_norms()
@@ -249,7 +247,7 @@ def _pack(engine: Engine, pending: PendingMetrics) -> torch.Tensor:
 
 def _unpack(spec: PipelineSpec, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The four parts of a process's vector: sums, stages, norms, timings."""
-    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.max_parameter_tensors
+    sizes = len(fields(Totals)), spec.partitions * len(StageMetrics._fields), spec.max_parameter_tensors
     sums, stages, norms, timings = vector.split([*sizes, len(vector) - sum(sizes)])
     return sums, stages.view(spec.partitions, -1), norms, timings
 

@@ -6,16 +6,18 @@ so far, whether the run is over), because these depend only on numbers that ever
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 
 from gpipe_cli.assembly.learning_rate import learning_rate
-from gpipe_cli.assembly.loss import NO_TOTALS, Totals
+from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, group_choice
 from gpipe_cli.config.settings import DecodeConfig, SplitName, TrainConfig, to_yaml
 from gpipe_cli.data.batches import MiniBatches
@@ -100,7 +102,9 @@ def train(
         data.save_vocabulary(folder)  # first: a folder with a checkpoint can be resumed
         if resume_from is not None:
             link_checkpoint_into(resume_from, folder)
-        process.report(_ready_message(engine, data.facts(), notes, progress, compiled, captured))
+        step, gpus = progress.step, _gpu_names(engine.spec)
+        ready = events.TrainingReady(data.facts(), notes, step, progress.steps_per_epoch, gpus, compiled, captured)
+        process.report(replace(ready, test=progress.test, best=progress.best))
     checkpoints = CheckpointWriter(engine, folder, config_yaml, data.classes, process, start)
     process.on_failure.append(checkpoints.drain)
     training.watch(control)
@@ -122,7 +126,8 @@ class Training:
     def __post_init__(self) -> None:
         self._first_step = self.progress.step
         self._activations_counted = False
-        self._pending_step: _PendingStep | None = None  # the step that is launched but not reported yet
+        # metrics of the step that is launched but not reported yet, and what reports it
+        self._pending_step: tuple[PendingMetrics, Callable[[StepMetrics], None]] | None = None
         self._first_stage_free_at = -math.inf  # end of the last reported step on stage 0
         self._step_end_at = -math.inf  # and on all stages
 
@@ -176,29 +181,61 @@ class Training:
         report_step_before()
         updates = next((average.updates for average in engine.averages.values()), 0)
         self.progress = replace(self.progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=updates)
-        self._pending_step = _PendingStep(pending, self.progress, rate, began, counts)
+        self._pending_step = pending, partial(self._report, self.progress, rate, began, counts)
 
     def _gather_pending(self) -> Callable[[], None]:
         """Begin to gather the metrics of the launched step, if any. In process 0 the function returned waits for them,
         reports them, and raises DivergedError if the loss or the gradient norm is not finite."""
-        step, self._pending_step = self._pending_step, None
-        if step is None:
+        if self._pending_step is None:
             self.engine.control.gather(torch.zeros(0, dtype=torch.float64))  # only whether the run is to stop
             return lambda: None
-        metrics = gather_metrics(self.engine, step.pending)
-        return lambda: self._report(step, metrics()) if self.engine.control.is_rank_zero else None
+        (pending, report), self._pending_step = self._pending_step, None
+        metrics = gather_metrics(self.engine, pending)
+        return lambda: report(metrics()) if self.engine.control.is_rank_zero else None
 
-    def _report(self, step: "_PendingStep", metrics: StepMetrics) -> None:
-        config, progress = self.engine.config, step.progress
-        check_finite(config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate)
-        before = NO_TOTALS if progress.position == 1 else self.progress.epoch_totals
-        self.progress = replace(self.progress, epoch_totals=before + metrics.totals)
+    def _report(
+        self, progress: Progress, rate: float, launched: float, activations_counted: bool, metrics: StepMetrics
+    ) -> None:
+        """Report a step, which a GPU may have computed after other steps were launched; `progress` is that after it,
+        `launched` when its launch began, in seconds on the clock of its timings."""
+        config, batches, totals = self.engine.config, self.readers.training.batches, metrics.totals
+        epoch, position = progress.epoch, progress.position
+        check_finite(config, totals.loss, metrics.gradient_norm, progress.step, epoch + 1, rate)
+        of_epoch = totals if position == 1 else self.progress.epoch_totals + totals
+        self.progress = replace(self.progress, epoch_totals=of_epoch)
         # a GPU begins a step when the previous step has ended, however early it was launched
-        began, begins = max(step.began, self._first_stage_free_at), max(step.began, self._step_end_at)
+        began, begins = max(launched, self._first_stage_free_at), max(launched, self._step_end_at)
         self._first_stage_free_at = metrics.seconds[0][-1]
         self._step_end_at = max(seconds[-1] for seconds in metrics.seconds)
-        batches, of_epoch = self.readers.training.batches, self.progress.epoch_totals
-        self.process.report(_step_message(config, batches, step, metrics, of_epoch, self._step_end_at - begins))
+        loss, cross_entropy, top1, top5 = totals.means
+        _, epoch_cross_entropy, epoch_top1, _ = of_epoch.means
+        stages = metrics.stages
+        overhead_bytes = tuple(int(stage.overhead_bytes) for stage in stages)
+        self.process.report(
+            events.StepDone(
+                step=progress.step,
+                epoch=epoch + 1,
+                position=position,
+                samples=batches.size(epoch, position - 1),
+                tokens=totals.elements if config.text else None,
+                lengths=batches.lengths(epoch, position - 1),
+                seconds=self._step_end_at - begins,
+                loss=loss,
+                cross_entropy=cross_entropy,
+                top1=top1,
+                top5=top5 if config.has_top5 else None,
+                epoch_cross_entropy=epoch_cross_entropy,
+                epoch_top1=epoch_top1,
+                learning_rate=rate,
+                gradient_norm=metrics.gradient_norm,
+                memory_bytes=tuple(int(stage.memory_bytes) for stage in stages),
+                cpu_starved_share=tuple(stage.cpu_starved_share for stage in stages),
+                activation_bytes=tuple(int(stage.activation_bytes) for stage in stages)
+                if activations_counted
+                else None,
+                overhead_bytes=overhead_bytes if any(overhead_bytes) else None,
+            )
+        )
         self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
@@ -300,62 +337,10 @@ def evaluate_checkpoint(
     engine.finish()
 
 
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step that a GPU may still be computing, and the progress after it."""
-
-    pending: PendingMetrics
-    progress: Progress
-    rate: float
-    began: float  # when its launch began, in seconds on the clock of its timings
-    activations_counted: bool
-
-
-def _step_message(
-    config: TrainConfig,
-    batches: MiniBatches,
-    step: _PendingStep,
-    metrics: StepMetrics,
-    of_epoch: Totals,
-    seconds: float,
-) -> events.StepDone:
-    """The message that reports a step; `of_epoch`: totals of its epoch up to this mini-batch."""
-    text = config.text
-    loss, cross_entropy, top1, top5 = metrics.totals.means
-    _, epoch_cross_entropy, epoch_top1, _ = of_epoch.means
-    progress = step.progress
-    epoch, position = progress.epoch, progress.position
-    overhead_bytes = tuple(int(stage.overhead_bytes) for stage in metrics.stages)
-    return events.StepDone(
-        step=progress.step,
-        epoch=epoch + 1,
-        position=position,
-        samples=batches.size(epoch, position - 1),
-        tokens=metrics.totals.elements if text else None,
-        lengths=batches.lengths(epoch, position - 1),
-        seconds=seconds,
-        loss=loss,
-        cross_entropy=cross_entropy,
-        top1=top1,
-        top5=top5 if config.has_top5 else None,
-        epoch_cross_entropy=epoch_cross_entropy,
-        epoch_top1=epoch_top1,
-        learning_rate=step.rate,
-        gradient_norm=metrics.gradient_norm,
-        memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),
-        cpu_starved_share=tuple(stage.cpu_starved_share for stage in metrics.stages),
-        activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages)
-        if step.activations_counted
-        else None,
-        overhead_bytes=overhead_bytes if any(overhead_bytes) else None,
-    )
-
-
 def to_scores(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.Scores:
     """The scores of a pass over the test set; `averaged`: whether it used the moving averages of the weights."""
-    text = config.text
     loss, _, top1, top5 = totals.means
-    tokens = totals.elements if text else None
+    tokens = totals.elements if config.text else None
     return events.Scores(tokens, loss, top1, top5 if config.has_top5 else None, averaged)
 
 
@@ -370,21 +355,10 @@ def _check_same_cuts(control: ControlGroup, spec: PipelineSpec) -> None:
         )
 
 
-def _ready_message(
-    engine: Engine,
-    facts: events.DataFacts,
-    notes: events.Notes,
-    progress: Progress,
-    compiled: events.LayersCompiled | None,
-    captured: events.GraphsCaptured | None,
-) -> events.TrainingReady:
-    """The message from which the parent shows the banner."""
-    # GPU names are looked up here and not in the parent, where that would open a CUDA context
-    devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
-    gpus = tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
-    step, steps_per_epoch = progress.step, progress.steps_per_epoch
-    prepared = compiled, captured
-    return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, *prepared, progress.test, progress.best)
+def _gpu_names(spec: PipelineSpec) -> tuple[str, ...]:
+    """The names of all replicas' GPUs: looked up here and not in the parent, where that would open a CUDA context."""
+    devices = dict.fromkeys(device for replica in spec.layout.replica_devices for device in replica)
+    return tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
 
 
 def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
@@ -396,12 +370,13 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     with engine.control.blocked_on(BlockedOn.COMPILER):
         compiled = engine.compile(engine.spec.inputs, sizes, engine.spec.lengths)
     parts = engine.control.collect((compiled, time.perf_counter() - began), patient=True)
+    total = sum((counts for counts, _ in parts), Counter[str]())
     return events.LayersCompiled(
         layers=sum(map(len, engine.spec.layer_names)),
         sizes=tuple(sizes),
-        graphs=sum(part.dynamo_graphs for part, _ in parts),
-        made=sum(part.made for part, _ in parts),
-        found=sum(part.found for part, _ in parts),
+        graphs=total["graphs"],
+        made=total["made"],
+        found=total["found"],
         seconds=max(seconds for _, seconds in parts),
     )
 

@@ -15,7 +15,7 @@ translations: between related languages, and for names, these scores are far fro
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from sacrebleu.metrics import BLEU
 
 MAX_EXAMPLES = 20  # translations shown in a result
-PREVIEW_DECODING = DecodeConfig(
-    1, 8, 0.0
-)  # eight sentences, greedily, at each evaluation of a training: for people to read
+# eight sentences, greedily, at each evaluation of a training: for people to read
+PREVIEW_DECODING = DecodeConfig(1, 8, 0.0)
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class DecodingOptions:
     limit: int
 
 
-@dataclass(frozen=True)
-class Hypothesis:
+class Hypothesis(NamedTuple):
     """The beginning of a translation: its tokens without begin and end, and its log-probability (`score`)."""
 
     tokens: tuple[int, ...]
@@ -185,13 +183,11 @@ def decode(
         return []
     control = engine.control
     counts = forbidden = None
-    if engine.has_first:
-        assert split is not None
+    if split is not None and engine.has_first:
         counts = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
     lengths, vocabulary = next(received for received in control.collect(counts) if received is not None)
     wanted = min(options.beam, vocabulary)
-    if engine.has_last:
-        assert split is not None
+    if split is not None and engine.has_last:
         # UNKNOWN is never right: the vocabulary spells in bytes what it has no piece for
         languages = {split.vocabulary.symbol(f"<2{target_language(name)}>") for name in split.pairs.languages}
         forbidden = torch.tensor([PAD, BEGIN, UNKNOWN, *sorted(languages)], device=engine.last_device)
@@ -201,8 +197,7 @@ def decode(
     for start in range(0, len(order), options.batch_sentences):
         chosen = order[start : start + options.batch_sentences]
         sources = None
-        if engine.has_first:
-            assert split is not None
+        if split is not None and engine.has_first:
             where = torch.tensor([indices[at] for at in chosen])
             sources = split.sources.pad(where, lengths[chosen[0]], PAD).to(engine.first_device)
         beams = [Beam(options, min(options.limit, 2 * lengths[at] + 10)) for at in chosen]
@@ -223,9 +218,8 @@ def decode(
             shape = len(rows), 1 + wanted, 2
             table = torch.zeros(shape, dtype=torch.float64)
             if objective is not None and shard_rows:
-                with control.blocked_on(
-                    BlockedOn.PROCESS
-                ):  # reading from a GPU blocks while it waits for another process
+                # reading from a GPU blocks while it waits for another process
+                with control.blocked_on(BlockedOn.PROCESS):
                     table[shard.samples] = objective.table()
             # a single process has the candidates of a row, and all others have 0
             candidates = iter(torch.stack(control.gather(table.flatten())()).sum(dim=0).view(shape).tolist())

@@ -8,7 +8,7 @@ import custom_models
 import pytest
 import torch
 from custom_models import with_layers
-from engine_runs import SumOfSquares
+from engine_runs import SumOfSquares, local_transport
 from torch import nn
 from torch.nn.utils import parametrizations
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
@@ -17,7 +17,6 @@ from gpipe_cli.pipeline.profile.layer_probes import checking_repeatability
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.training.events import TrainingReady
 from gpipe_cli.verify.self_check import Variant, tolerance_row
@@ -30,7 +29,7 @@ def refused(model: nn.Sequential, replicas: int = 1) -> list[str]:
     """What is said of its layers, which run a micro-batch and run it again."""
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
-    executor = Executor({0: stage}, [0], LocalTransport([CPU]))
+    executor = Executor({0: stage}, [0], local_transport({0: stage}))
     with checking_repeatability([stage], replicas) as found:
         executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
     return found

@@ -1,6 +1,5 @@
 """The paper's sets of photographs, tiny but in the formats in which they are given out, read by the real readers."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,7 +127,7 @@ def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     WRITERS[name](tmp_path)
 
     def paper_has(train: int, test: int) -> None:
-        monkeypatch.setitem(FINE_GRAINED, name, replace(FINE_GRAINED[name], train=train, test=test))
+        monkeypatch.setitem(FINE_GRAINED, name, FINE_GRAINED[name]._replace(train=train, test=test))
 
     paper_has(4, 2)
     assert refusal(name, tmp_path, partial=False).endswith("or set dataset.partial=true")

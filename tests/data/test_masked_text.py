@@ -1,15 +1,18 @@
 """Windows for a masked language model: what is selected, what replaces it, and that it depends on the seed,
 the epoch and the sample alone."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from gpipe_cli.data.masked_text import MaskedText
 from gpipe_cli.data.text import SyntheticText, TextSplit
-from gpipe_cli.data.vocabulary import END, IGNORED, UNKNOWN, SentencePieceTokenizer
+from gpipe_cli.data.vocabulary import END, IGNORED, UNKNOWN
 
 LENGTH, SAMPLES, TOKENS = 40, 2000, 1000
 SYNTHETIC = SyntheticText(SAMPLES, LENGTH, TOKENS, seed=1, pairs=False)
-SPLIT = MaskedText.of(SYNTHETIC, seed=3)
+SPLIT = MaskedText(SYNTHETIC, seed=3)
 
 
 def of(split: MaskedText, epoch: int, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,27 +42,20 @@ def test_what_is_selected_and_what_is_seen() -> None:
 
 def test_it_depends_on_seed_epoch_and_sample_alone() -> None:
     inputs, targets = of(SPLIT, 2, [5, 6, 7])
-    again = of(MaskedText.of(SYNTHETIC, seed=3), 2, [7, 5])
+    again = of(MaskedText(SYNTHETIC, seed=3), 2, [7, 5])
     assert torch.equal(again[0], inputs[[2, 0]])
     assert torch.equal(again[1], targets[[2, 0]])
     for epoch, seed, index in ((1, 3, 5), (2, 4, 5)):
-        assert not torch.equal(of(MaskedText.of(SYNTHETIC, seed=seed), epoch, [index])[1], targets[:1])
+        assert not torch.equal(of(MaskedText(SYNTHETIC, seed=seed), epoch, [index])[1], targets[:1])
 
 
 def test_ends_of_documents_are_not_selected_and_windows_are_full() -> None:
     """Except in a window that has nothing else; 19 tokens are 4 windows of 4, as some of a fifth have no successor."""
-    text = MaskedText(
-        TextSplit(torch.tensor([5, END, 6, END] * 4 + [END] * 4, dtype=torch.int32), 4, SentencePieceTokenizer(b"")),
-        9,
-        END,
-        30,
-        0,
-    )
+    vocabulary: Any = SimpleNamespace(mask=9, end=END, size=30)
+    text = MaskedText(TextSplit(torch.tensor([5, END, 6, END] * 4 + [END] * 4, dtype=torch.int32), 4, vocabulary), 0)
     assert text.split_index.samples == 4
     targets = torch.cat([text.targets_of(epoch, torch.arange(4), (4,)) for epoch in range(9)])
     assert {*targets.unique().tolist()} == {IGNORED, 5, 6}
     assert (targets != IGNORED).sum(1).tolist() == [1] * 36
-    only = MaskedText(
-        TextSplit(torch.full((9,), END, dtype=torch.int32), 4, SentencePieceTokenizer(b"")), 9, END, 30, 0
-    )
+    only = MaskedText(TextSplit(torch.full((9,), END, dtype=torch.int32), 4, vocabulary), 0)
     assert int((only.targets_of(0, torch.arange(2), (4,)) == END).sum()) == 2

@@ -1,7 +1,6 @@
 """Which process is to blame for a run that stands still."""
 
 import signal
-from dataclasses import replace
 
 import pytest
 from reporting_runs import spec
@@ -12,9 +11,9 @@ from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import SilenceTimer, Supervisor, first_cause
 
 WORKS = Activity(7, BlockedOn.NOTHING, 1, 0, 0, 8, 0, 0)
-WAITS = replace(WORKS, blocked_on=BlockedOn.PROCESS)
-COMPILES = replace(WORKS, blocked_on=BlockedOn.COMPILER)
-READS = replace(WORKS, blocked_on=BlockedOn.DATA)
+WAITS = WORKS._replace(blocked_on=BlockedOn.PROCESS)
+COMPILES = WORKS._replace(blocked_on=BlockedOn.COMPILER)
+READS = WORKS._replace(blocked_on=BlockedOn.DATA)
 PREPARES = Activity(0, BlockedOn.NOTHING, 0, 0, 0, 0, 0, 0)
 
 
@@ -59,7 +58,7 @@ def test_who_is_silent_and_waits_for_no_other_is_to_blame(
 ) -> None:
     watched = SilenceTimer(5, whole)
     assert (
-        watched.find(processes | {0: replace(processes.get(0, WAITS), progress_counter=1)}, stopped.__contains__)
+        watched.find(processes | {0: processes.get(0, WAITS)._replace(progress_counter=1)}, stopped.__contains__)
         is None
     )
     found = []
@@ -72,7 +71,7 @@ def test_who_is_silent_and_waits_for_no_other_is_to_blame(
 
 def test_a_sign_of_life_counts_and_time_that_nobody_saw_does_not(clock: list[float]) -> None:
     watched = SilenceTimer(5, True)
-    alive = replace(WORKS, progress_counter=8)
+    alive = WORKS._replace(progress_counter=8)
     an_hour = 3600  # Ctrl-Z, and fg
     for doing, passed in ((WORKS, 1.9), (WORKS, 1.9), (WORKS, 1.9), (alive, 1.9), (WORKS, an_hour), (WORKS, 1.9)):
         assert watched.find({0: doing}, [].__contains__) is None

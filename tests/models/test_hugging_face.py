@@ -17,10 +17,9 @@ from tokenizer_files import LINES, write_tokenizer
 from torch import Tensor, nn
 from training_runs import assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.config.groups import LoraConfig
+from gpipe_cli.config.groups import HuggingFaceConfig, LoraConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.hugging_face import (
-    ModelSource,
     image_classifier,
     language_model,
     masked_language_model,
@@ -145,7 +144,8 @@ class RunsWhereRead:
 
 def on_meta(folder: Path, build: Callable[..., nn.Sequential] = CAUSAL.build, **settings: Any) -> nn.Sequential:
     with torch.device("meta"):
-        return build(ModelSource(name=str(folder), **{"pretrained": True} | settings))
+        defaults = {"pretrained": True, "config": None, "attention": "eager", "length": 8}
+        return build(HuggingFaceConfig(str(folder), **defaults | settings))
 
 
 def with_values(model: nn.Sequential, first: int = 0) -> nn.Sequential:

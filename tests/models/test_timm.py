@@ -53,7 +53,7 @@ def test_the_list_in_the_package_is_as_the_program_writes_it(
 ) -> None:
     names = [SMALL, "vit_tiny_patch16_224", "regnetz_005", "test_byobnet"]
     monkeypatch.setattr(timm, "list_models", lambda: names)
-    runpy.run_path(timm_list.__file__, run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[2] / ".ci/list_timm_models.py"), run_name="__main__")
     written = capsys.readouterr().out.splitlines()
     shipped = Path(timm_list.__file__).with_name("timm_models.csv").read_text("utf-8").splitlines()
     assert [line.partition(",")[0] for line in written] == names

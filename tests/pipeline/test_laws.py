@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import (
-    CPU,
     Case,
     CrossEntropy,
     Pool,
@@ -17,6 +16,7 @@ from engine_runs import (
     costs_of,
     covering,
     data,
+    local_transport,
     run_in_process,
     tied_model,
     tricky_model,
@@ -30,7 +30,6 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, find_ties, share_memory, trained_parameters
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import SCHEDULES, build
 from gpipe_cli.schedule.schedule import RECOMPUTE_MODES
 
@@ -150,7 +149,7 @@ def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -
     for module in modules.values():
         share_memory(module, ties)
     sizes = micro_batch_sizes(10, 3)
-    executor = Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
+    executor = Executor(stages, range(partitions), local_transport(stages))
     order = build("1f1b", partitions, 3, "always")
     executor.run(order, 0, sizes, (images.double(),), CrossEntropy(targets.split(sizes), 10))
     stage_of = [k for k, size in enumerate(balance) for _ in range(size)]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_runs import CPU, SumOfSquares, build_stages
+from engine_runs import SumOfSquares, build_stages, local_transport
 from random_orders import RandomOrder, mixed_anew, random_orders
 from schedule_runs import build
 from torch import nn
@@ -19,7 +19,6 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.dependencies import ScheduleError, check, topological_order
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.schedule.simulator import EdgeCost, StageCost, simulate
@@ -57,7 +56,7 @@ def trained(schedule: Schedule, device_of_stage: tuple[int, ...]) -> dict[str, t
         for module in stage.module.modules():
             if isinstance(module, nn.BatchNorm1d):
                 module.reset_running_stats()
-    executor = Executor(stages, device_of_stage, LocalTransport([CPU] * len(stages)))
+    executor = Executor(stages, device_of_stage, local_transport(stages))
     sizes = [SAMPLES] * schedule.micro_batches
     inputs = torch.randn(sum(sizes), WIDTH, generator=torch.Generator().manual_seed(0))
     executor.run(schedule, 0, sizes, (inputs,), SumOfSquares())

@@ -39,7 +39,7 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
     )  # fmt: skip
     costs = by_rates(traced(), rates_of_data_sheet(hardware, threads=8), partitions=2)
     for cost, seconds in zip(traced().costs, costs.layers, strict=True):
-        kinds = cost.forward.by_kind.values()  # each computes and moves bytes at the same time
+        kinds = cost.forward.values()  # each computes and moves bytes at the same time
         expected = sum(
             max(2 * each.flops / 2e12, (2 * each.bytes + each.fixed_bytes) / 4e9) + each.count * 3e-6 for each in kinds
         )

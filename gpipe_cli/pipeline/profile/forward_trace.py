@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -31,8 +31,7 @@ from gpipe_cli.pipeline.runtime.saved_activations import ByteRange, StorageBytes
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
+class Layer(NamedTuple):
     name: str
     module: nn.Module
     kind: Hashable  # the same for equal layers

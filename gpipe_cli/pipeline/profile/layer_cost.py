@@ -3,7 +3,7 @@
 Figures come from shapes alone (`tracing.py`), so that all processes agree, and hold for micro-batches of any size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -57,15 +57,12 @@ class Operations:
     fixed_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
-class OperationCounts:
-    """A layer's operations, forward or backward."""
-
-    by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
+class OperationCounts(dict[OperationKind, Operations]):
+    """A layer's operations by kind, forward or backward."""
 
     @property
     def flops(self) -> float:  # for a sample
-        return sum(operations.flops for operations in self.by_kind.values())
+        return sum(operations.flops for operations in self.values())
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,13 @@ def _split_per_sample(small: SplitBackward | None, large: SplitBackward | None) 
 def _operations_per_sample(small: OperationCounts, large: OperationCounts) -> OperationCounts:
     """The operations per sample, from counts at two sizes; bytes that do not grow with the size are weights."""
     first, second = TRACED_SIZES
-    by_kind = {}
-    for kind, counted in small.by_kind.items():
-        grown = (large.by_kind[kind].bytes - counted.bytes) / (second - first) if kind in large.by_kind else 0.0
+    counts = OperationCounts()
+    for kind, counted in small.items():
+        grown = (large[kind].bytes - counted.bytes) / (second - first) if kind in large else 0.0
         per_sample = min(grown, counted.bytes / first)
         fixed = counted.bytes - per_sample * first
-        by_kind[kind] = Operations(counted.count, counted.flops / first, per_sample, fixed)
-    return OperationCounts(by_kind)
+        counts[kind] = Operations(counted.count, counted.flops / first, per_sample, fixed)
+    return counts
 
 
 def _affine_shape(

@@ -80,11 +80,8 @@ class Guards:
             pickler.dump(_variables(value) if isinstance(value, FunctionType) else value)
         except Exception:  # an object's __reduce__ may raise anything
             return "cannot be compared from step to step"
-        return (
-            described.getvalue()
-            if described.tell() <= _MAX_COMPARED_BYTES
-            else "is too large to be compared in each step"
-        )
+        too_large = described.tell() > _MAX_COMPARED_BYTES
+        return "is too large to be compared in each step" if too_large else described.getvalue()
 
     def _current_state(self) -> list[Any]:
         """The address of each tensor and whether it is trained, and the mode of each module."""

@@ -15,9 +15,9 @@ Departs from the paper, where XLA compiles the whole program.
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -42,26 +42,15 @@ _MAX_RECOMPILATIONS = 4  # allowed per layer, such as for inputs that need no gr
 _REASON_CHARACTERS = 200
 
 
-@dataclass(frozen=True)
-class CompileCounts:
-    """The number of `dynamo_graphs` that torch has compiled in a process (one per kind of layer and micro-batch size),
-    and of their forwards and backwards that were `made`, or `found` in torch's cache on disk."""
+def compile_counts() -> Counter[str]:
+    """The number of `graphs` that torch has compiled in this process (one per kind of layer and micro-batch size), and
+    of their forwards and backwards that were `made`, or `found` in torch's cache on disk."""
+    from torch._dynamo.utils import counters
 
-    dynamo_graphs: int = 0
-    made: int = 0
-    found: int = 0
-
-    @classmethod
-    def current(cls) -> "CompileCounts":
-        from torch._dynamo.utils import counters
-
-        inductor, aot = counters["inductor"], counters["aot_autograd"]
-        # a layer whose forward and backward are found together counts once
-        from_cache = inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"]
-        return cls(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_miss"], from_cache)
-
-    def __sub__(self, other: "CompileCounts") -> "CompileCounts":
-        return CompileCounts(self.dynamo_graphs - other.dynamo_graphs, self.made - other.made, self.found - other.found)
+    inductor, aot = counters["inductor"], counters["aot_autograd"]
+    # a layer whose forward and backward are found together counts once
+    from_cache = inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"]
+    return Counter(graphs=counters["stats"]["unique_graphs"], made=inductor["fxgraph_cache_miss"], found=from_cache)
 
 
 def check_compiler(device: torch.device) -> None:
@@ -132,12 +121,12 @@ class _CompiledForward:
         try:
             shapes = tuple(tensor.shape for tensor in as_tuple(value))
             was_compiled = shapes in self._values
-            graphs_before = CompileCounts.current().dynamo_graphs
+            graphs_before = compile_counts()["graphs"]
             if not was_compiled:
                 self._values[shapes] = self._count_values(value)
             with errors_name_layer(self._name):
                 returned = _compile_forward()(self._layer, value)
-            self._recompilations += was_compiled and CompileCounts.current().dynamo_graphs > graphs_before
+            self._recompilations += was_compiled and compile_counts()["graphs"] > graphs_before
             if self._recompilations > _MAX_RECOMPILATIONS:
                 why = f"layer {self._name} is compiled again and again, as something in it changes from step to step"
                 raise _compile_error(why)

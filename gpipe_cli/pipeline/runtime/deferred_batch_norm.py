@@ -10,9 +10,8 @@ Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the bia
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -43,14 +42,13 @@ class AppliedTwiceError(InputError):
         )
 
 
-@dataclass
-class BatchMoments:
+class BatchMoments(NamedTuple):
     """The moments of a micro-batch in all norms: a flat tensor (2, sum of widths), its views for each norm, and the
     number of values per channel of each norm that has written to it."""
 
     flat: torch.Tensor
     views: list[tuple[torch.Tensor, torch.Tensor]]  # mean and variance, (C,) each
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int]
 
 
 class BatchStatistics:
@@ -62,7 +60,7 @@ class BatchStatistics:
     """
 
     def __init__(self) -> None:
-        self._norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
+        self.norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
         self.paths: list[str] = []  # of the norms in the module
         self._by_micro_batch: dict[int, BatchMoments] = {}  # reused in every step
         self._written_moments: BatchMoments | None = None
@@ -70,18 +68,14 @@ class BatchStatistics:
         self.last_batch_stats: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
-    def norms(self) -> Sequence[nn.Module]:
-        return self._norms
-
-    @property
     def flat_tensors(self) -> list[torch.Tensor]:
         """Those of all micro-batches so far."""
         return [moments.flat for moments in self._by_micro_batch.values()]
 
     def register(self, norm: _BatchNorm, path: str) -> int:
-        self._norms.append(norm)
+        self.norms.append(norm)
         self.paths.append(path)
-        return len(self._norms) - 1
+        return len(self.norms) - 1
 
     def begin_step(self) -> None:
         """Discard the moments that a step that failed has left."""
@@ -95,9 +89,9 @@ class BatchStatistics:
 
     def new_moments(self) -> BatchMoments:
         """Moments that norms write to in a micro-batch's forward."""
-        like = self._norms[0].running_mean if self._norms else torch.empty(0)
+        like = self.norms[0].running_mean if self.norms else torch.empty(0)
         flat = like.new_zeros(2, sum(self._widths))
-        return BatchMoments(flat, list(zip(*map(self._split_by_norm, flat), strict=True)))
+        return BatchMoments(flat, list(zip(*map(self._split_by_norm, flat), strict=True)), {})
 
     @contextmanager
     def writing_to(self, moments: BatchMoments | None) -> Iterator[None]:
@@ -142,10 +136,10 @@ class BatchStatistics:
         the mean would lose digits. Each product and each sum is a separate operation, so that a channel gets the same
         bits anywhere in the flat tensor, hence for any cut.
         """
-        if not self._norms or (not used and all_gather is single_replica):
+        if not self.norms or (not used and all_gather is single_replica):
             return []
-        dtype = self._norms[0].running_mean.dtype
-        norms_used = [any(norm in moments.counts for moments in used) for norm in range(len(self._norms))]
+        dtype = self.norms[0].running_mean.dtype
+        norms_used = [any(norm in moments.counts for moments in used) for norm in range(len(self.norms))]
         parts = all_gather(self._moments(used))
         if not used:  # this replica has no sample of the mini-batch
             norms_used = [bool(total[0]) for total in self._split_by_norm(torch.stack(tuple(parts)).sum(dim=0)[0])]
@@ -165,8 +159,8 @@ class BatchStatistics:
         """Statistics over the micro-batches of these moments, float64 (3, widths): the number of values, their mean,
         and the sum of their squared differences from it."""
         if not used:
-            return self._norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
-        rows = tuple(tuple(moments.counts.get(norm, 0) for norm in range(len(self._norms))) for moments in used)
+            return self.norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
+        rows = tuple(tuple(moments.counts.get(norm, 0) for norm in range(len(self.norms))) for moments in used)
         values, total = _values_of_channels(rows, self._widths, used[0].flat.device)
         # products of all micro-batches together, as each product takes a launch; sums in the micro-batches' order
         means, variances = torch.stack([moments.flat for moments in used], dim=1).double()
@@ -184,12 +178,12 @@ class BatchStatistics:
     @property
     def _widths(self) -> tuple[int, ...]:
         """The elements of each norm in a flat tensor: its channels, up to the next aligned address."""
-        units = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self._norms]
-        return tuple(-(-norm.num_features // unit) * unit for norm, unit in zip(self._norms, units, strict=True))
+        units = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self.norms]
+        return tuple(-(-norm.num_features // unit) * unit for norm, unit in zip(self.norms, units, strict=True))
 
     def _split_by_norm(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each norm's channels, (C,), in a flat tensor (sum of widths,)."""
-        parts = zip(flat.split(self._widths), self._norms, strict=True)
+        parts = zip(flat.split(self._widths), self.norms, strict=True)
         return [part[: norm.num_features] for part, norm in parts]
 
     def _update(
@@ -199,10 +193,10 @@ class BatchStatistics:
         does."""
         changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         by_momentum: dict[float | None, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
-        counts = [norm.num_batches_tracked for norm, was_used in zip(self._norms, norms_used, strict=True) if was_used]
+        counts = [norm.num_batches_tracked for norm, was_used in zip(self.norms, norms_used, strict=True) if was_used]
         torch._foreach_add_(counts, 1)
         for norm, was_used, *moments in zip(
-            self._norms, norms_used, self._split_by_norm(mean), self._split_by_norm(variance), strict=True
+            self.norms, norms_used, self._split_by_norm(mean), self._split_by_norm(variance), strict=True
         ):
             if not was_used:
                 continue

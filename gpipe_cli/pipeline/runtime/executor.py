@@ -102,11 +102,8 @@ class Executor:
             for scheduled in _actions_in_order(schedule, self._device_of_stage, frozenset(self._stages)):
                 action = scheduled.action
                 self._on_action(action, sizes[action.micro_batch], lengths)
-                is_last = replicas is not None and scheduled.is_last
                 with (
-                    replicas.overlapping_last_action(action.stage)
-                    if replicas is not None and is_last
-                    else nullcontext()
+                    replicas.overlapping_last_action(action.stage) if replicas and scheduled.is_last else nullcontext()
                 ):
                     self._perform(scheduled, micro_batches, timings)
         if replicas is not None and not sizes:
@@ -194,10 +191,8 @@ class Executor:
             case Kind.R:
                 stage.recompute(action.micro_batch)
                 return ()
-            case Kind.B:
-                return stage.backward(action.micro_batch, given)
-            case Kind.I:
-                return stage.backward_inputs(action.micro_batch, given)
+            case Kind.B | Kind.I:
+                return stage.backward(action.micro_batch, given, split=action.kind is Kind.I)
             case Kind.W:
                 stage.backward_weights(action.micro_batch)
                 return ()

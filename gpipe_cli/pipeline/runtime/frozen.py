@@ -7,15 +7,14 @@ the engine changes modes only by `set_training`.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
 _MARK = "stays_in_evaluation"
 
 
-@dataclass(frozen=True)
-class Frozen:
+class Frozen(NamedTuple):
     """The modules and parameters that are not trained, by global names."""
 
     modules: tuple[str, ...] = ()  # layers, or modules inside them, that stay in evaluation mode

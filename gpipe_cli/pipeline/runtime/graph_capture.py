@@ -6,11 +6,11 @@ bits as when the layers themselves run.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, count
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -18,40 +18,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, checksum, same_bits, without_graph
 from gpipe_cli.pipeline.runtime.capture_guards import Guards, UncapturableError
-from gpipe_cli.pipeline.runtime.captured_micro_batch import CapturedMicroBatch, CaptureKey, CaptureKind, CudaGraph
+from gpipe_cli.pipeline.runtime.captured_micro_batch import CapturedMicroBatch, CaptureKey, CaptureKind
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchMoments, BatchStatistics
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.module_state import python_and_numpy_rng_state
 from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_id
-from gpipe_cli.pipeline.runtime.static_memory import RngState, Seeds, StaticMemory, copy_into
+from gpipe_cli.pipeline.runtime.static_memory import Seeds, StaticMemory, copy_into
 from gpipe_cli.system.accelerator import generators, is_accelerator
+from gpipe_cli.system.cuda_graphs import CudaGraphCapturer
 
 Compute: TypeAlias = Callable[[Tensors, bool, Callable[[int], None]], tuple[Tensors, Tensors]]
 """Runs the layers on inputs, with an autograd graph or without; calls the function before each layer, with its place.
 Returns the inputs, as leaves of the autograd graph, and the outputs."""
-
-
-class CudaGraphCapturer(Protocol):
-    """Captures graphs on a device (`system/cuda_graphs.py`)."""
-
-    def new_pool(self) -> Any:
-        """Memory for graphs that are never in use at the same time."""
-
-    def new_rng_state(self) -> RngState: ...
-
-    def on_capture_stream(self) -> AbstractContextManager[object]:
-        """While active, work is launched on the separate stream on which graphs are captured."""
-
-    def forbid_sync(self) -> AbstractContextManager[object]:
-        """While active, an operation that makes the host wait for the device raises RuntimeError, in all threads. In a
-        capture that would be too late: it may leave older releases of torch capturing."""
-
-    def capture(self, pool: Any, rng: Sequence[Any]) -> AbstractContextManager[CudaGraph]:
-        """While active, launches are captured, and need not run. They draw random numbers from any of `rng`."""
-
-    def use_rng_state(self, rng: Any) -> None:
-        """During a capture: draw from `rng` from here on; None: from the default generator."""
 
 
 class Results(NamedTuple):
@@ -82,7 +61,7 @@ class GraphCapture:
         compute: Compute,
         memory: StaticMemory,
     ) -> None:
-        self._module, self._device, self._capturer, self._statistics = module, device, capturer, statistics
+        self.module, self.device, self._capturer, self._statistics = module, device, capturer, statistics
         self._compute, self._memory = compute, memory
 
     def capture(
@@ -117,7 +96,7 @@ class GraphCapture:
                 for place, gradient in enumerate(expected.input_gradients)
             )
             pool = memory.pool(index, self._capturer.new_pool)
-            trained = [weight for name, weight in self._module.named_parameters() if name in expected.checksums]
+            trained = [weight for name, weight in self.module.named_parameters() if name in expected.checksums]
             for parameter in trained:
                 parameter.grad = memory.gradients[parameter]
             saved = StorageBytes(self._lasting_storages(moments), static)
@@ -168,7 +147,7 @@ class GraphCapture:
 
     def _lasting_storages(self, moments: BatchMoments) -> set[int]:
         """The storages that outlive a micro-batch."""
-        tensors = (*self._module.parameters(), *self._module.buffers(), moments.flat)
+        tensors = (*self.module.parameters(), *self.module.buffers(), moments.flat)
         return {storage_id(tensor) for tensor in tensors}
 
     def _run_layers(
@@ -186,11 +165,11 @@ class GraphCapture:
         static gradients. Outputs require a gradient where the layers' do; no gradient of a parameter is kept until the
         next is computed, as plans have no memory for them. Raises UncapturableError for layers that keep something from
         each call."""
-        guards = Guards(self._module)
+        guards = Guards(self.module)
         # by version and by value, as fused operations and writes through `.data` are not counted
-        buffers = [(name, b, b._version, checksum(b)) for name, b in self._module.named_buffers()]
+        buffers = [(name, b, b._version, checksum(b)) for name, b in self.module.named_buffers()]
         python_and_numpy = python_and_numpy_rng_state()
-        draws = _DrawingLayers(self._device, self._module, seeds)
+        draws = _DrawingLayers(self.device, self.module, seeds)
         checksums: dict[str, torch.Tensor] = {}
 
         def free_gradient(name: str, parameter: nn.Parameter) -> None:
@@ -201,11 +180,8 @@ class GraphCapture:
                     self._memory.gradients[parameter] = torch.zeros_like(parameter.grad)
             parameter.grad = None
 
-        with (
-            ExitStack() as hooks,
-            self._capturer.forbid_sync() if second_run else nullcontext(),
-        ):
-            for name, weight in self._module.named_parameters():
+        with ExitStack() as hooks, self._capturer.forbid_sync() if second_run else nullcontext():
+            for name, weight in self.module.named_parameters():
                 if weight.requires_grad:
                     hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(free_gradient, name)))
             with self._statistics.writing_to(moments):  # not in the backward, where a layer may recompute itself
@@ -232,14 +208,14 @@ class GraphCapture:
 
     def verify_replay(self, captured: CapturedMicroBatch, inputs: Tensors, seeds: Seeds, expected: Results) -> None:
         """Raises UncapturableError if a replay gives other bits than the layers."""
-        for parameter in self._module.parameters():
+        for parameter in self.module.parameters():
             parameter.grad = None
         captured.replay_forward(inputs, seeds)
         if captured.backward is not None:
             captured.replay_backward(expected.outputs)
             if captured.weights is not None:
                 captured.replay_weights()
-        named = self._module.named_parameters()
+        named = self.module.named_parameters()
         checksums = {name: checksum(weight.grad) for name, weight in named if weight.grad is not None}
         replayed = Results(captured.outputs, captured.input_gradients, captured.moments, checksums).by_name()
         for name, value in expected.by_name().items():

@@ -38,36 +38,28 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Link(Protocol):
-    """Tensors arrive in the order they are sent; each `send` needs a `receive` of as many tensors at the other end."""
-
-    peer: int  # the rank of the process at the other end
-
-    def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
-        """Begin to send. The link may empty the list as soon as the tensors are sent."""
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
-
-
 @dataclass(frozen=True)
 class Links:
     """The links of a process, by edge, and how long it waits for a message: at most `timeout_seconds`, or
     `connect_seconds` for the first message between GPUs, which also connects them. The context `waits` is active during
     waits."""
 
-    by_edge: Mapping[Edge, Link]
+    by_edge: "Mapping[Edge, GroupLink]"
     timeout_seconds: float
     connect_seconds: float
     waits: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class GroupLink:
-    """A link over a process group of two; several tensors are a single operation if the backend batches them."""
+    """A link over a process group of two; several tensors are a single operation if the backend batches them. Tensors
+    arrive in the order they are sent; each `send` needs a `receive` of as many tensors at the other end."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        """`peer`: the rank of the process at the other end."""
         self.peer, self._group = peer, group
 
     def send(self, tensors: list[torch.Tensor]) -> Sequence[Work]:
+        """Begin to send. The link may empty the list as soon as the tensors are sent."""
         return self._start(dist.isend, tensors)
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:

@@ -22,11 +22,8 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
         yield
         return
     kind = device.type
-    enabled, dtype_before, caches = (
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-    )
+    enabled, dtype_before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(False)

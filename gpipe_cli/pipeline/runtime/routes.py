@@ -8,6 +8,7 @@ the same routes back.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,7 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, OptionalTensors
 from gpipe_cli.schedule.schedule import Action, Kind, Schedule
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The tensors that stage `sender` sends to the later stage `receiver`."""
 
     sender: int
@@ -51,50 +51,34 @@ class Boundaries:
 class Routes:
     """Distributes what a stage sends after an action, and collects what it receives for an action."""
 
-    def __init__(self, routes: Sequence[Route] | None = None) -> None:
-        """`routes`: None if a stage sends all its outputs to the next stage."""
+    def __init__(self, routes: Sequence[Route] = ()) -> None:
         self._routes = routes
-        self._by_sender: dict[int, list[Route]] = {}
-        self._by_receiver: dict[int, list[Route]] = {}
-        for route in routes or ():
-            self._by_sender.setdefault(route.sender, []).append(route)
-            self._by_receiver.setdefault(route.receiver, []).append(route)
-
-    def peers(self, stage: int, *, forward: bool) -> list[tuple[int, Route | None]]:
-        """The later stages that `stage` sends outputs to, or the earlier stages that send to it, with the routes."""
-        if self._routes is None:
-            return [(stage + 1 if forward else stage - 1, None)]
-        if forward:
-            return [(route.receiver, route) for route in self._by_sender.get(stage, ())]
-        return [(route.sender, route) for route in self._by_receiver.get(stage, ())]
+        # (stage, whether forward) -> the later stages that it sends outputs to, or the earlier ones that send to it,
+        # each with the positions of these tensors among its outputs, or its inputs
+        self._peers: dict[tuple[int, bool], list[tuple[int, tuple[int, ...]]]] = {}
+        for route in routes:
+            self._peers.setdefault((route.sender, True), []).append((route.receiver, route.outputs))
+            self._peers.setdefault((route.receiver, False), []).append((route.sender, route.inputs))
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """The pairs (sender, receiver) of stages, as outputs are sent."""
-        return tuple((route.sender, route.receiver) for route in self._routes or ())
+        return tuple((route.sender, route.receiver) for route in self._routes)
 
     def tensors(self, sender: int, receiver: int) -> Boundary:
         """The tensors that stage `sender` sends to stage `receiver` after a forward."""
-        return next(route.tensors for route in self._by_sender[sender] if route.receiver == receiver)
+        return next(route.tensors for route in self._routes if (route.sender, route.receiver) == (sender, receiver))
 
     def outgoing(self, action: Action, tensors: OptionalTensors) -> Iterator[tuple[int, OptionalTensors]]:
         """The stages that get results of an action, each with the tensors that it gets."""
-        forward = action.kind is Kind.F
-        for peer, route in self.peers(action.stage, forward=forward):
-            if route is None:
-                yield peer, tensors
-            else:
-                yield peer, tuple(tensors[place] for place in (route.outputs if forward else route.inputs))
+        for peer, places in self._peers.get((action.stage, action.kind is Kind.F), ()):
+            yield peer, tuple(tensors[place] for place in places)
 
     def incoming(self, action: Action, receive: Callable[[int], OptionalTensors]) -> OptionalTensors:
         """The tensors that an action needs; `receive` gives those that a stage has sent for it."""
-        forward = action.kind is not Kind.F
         incoming: dict[int, torch.Tensor | None] = {}
-        for peer, route in self.peers(action.stage, forward=forward):
-            tensors = receive(peer)
-            if route is None:
-                return tensors
-            incoming |= zip(route.outputs if forward else route.inputs, tensors, strict=True)
+        for peer, places in self._peers.get((action.stage, action.kind is not Kind.F), ()):
+            incoming |= zip(places, receive(peer), strict=True)
         return tuple(incoming[place] for place in sorted(incoming))
 
 

@@ -11,7 +11,7 @@ stage's inputs are the exception, as they may be slices of the mini-batch or of 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -48,10 +48,8 @@ class ActivationCounter:
         self, micro_batch: int, given: Iterable[torch.Tensor], uncounted: Iterable[torch.Tensor]
     ) -> Iterator[None]:
         """While active, count what autograd saves for the backward of `micro_batch`, whose inputs are `given`.
-        `uncounted` tensors, which are known only now, outlive the micro-batch and are not counted."""
-        if not self.on:
-            yield
-            return
+        `uncounted` tensors, which are known only now, outlive the micro-batch and are not counted. Only for use while
+        `on`."""
         self._uncounted |= {storage_id(tensor) for tensor in uncounted}
         saved = self._saved[micro_batch] = StorageBytes(self._uncounted, given)
         with counting_saved(saved):
@@ -123,8 +121,7 @@ def counting_saved(counted: "StorageBytes") -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """Bytes `start` to `end` of a storage, which `storage` identifies as long as it lives."""
 
     storage: int

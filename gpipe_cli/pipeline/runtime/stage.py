@@ -40,7 +40,7 @@ from gpipe_cli.pipeline.runtime.compilation import check_compiler, compile_layer
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import AllGather, BatchStatistics, defer_batch_norms, single_replica
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
-from gpipe_cli.pipeline.runtime.graph_capture import CudaGraphCapturer
+from gpipe_cli.pipeline.runtime.graph_capture import GraphCapture
 from gpipe_cli.pipeline.runtime.known_layers import StageLayer, layers_of
 from gpipe_cli.pipeline.runtime.layer_buffers import ChangedBuffers, LayerBuffers
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
@@ -52,6 +52,7 @@ from gpipe_cli.pipeline.runtime.stage_graphs import StageCudaGraphs
 from gpipe_cli.pipeline.runtime.static_memory import Seeds
 from gpipe_cli.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.system.accelerator import generators, using_device
+from gpipe_cli.system.cuda_graphs import CudaGraphCapturer
 
 _NOTHING = nullcontext()
 
@@ -158,9 +159,8 @@ class Stage:
 
     def use_cuda_graphs(self, capturer: CudaGraphCapturer) -> None:
         """From now on, replay actions as graphs where that gives the same bits."""
-        self.cuda_graphs = StageCudaGraphs(
-            self.module, self.device, capturer, self.statistics, self._compute, lambda: self.layer_name
-        )
+        make_capture = partial(GraphCapture, self.module, self.device, capturer, self.statistics, self._compute)
+        self.cuda_graphs = StageCudaGraphs(make_capture, lambda: self.layer_name)
 
     def begin_step(
         self,
@@ -224,23 +224,14 @@ class Stage:
             results = self._apply_objective(micro_batch, outputs, True, observe=False)
         self._save(micro_batch, _InFlight(leaves, _roots(results)))
 
-    def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """B: return the gradients of the inputs; parameters accumulate theirs in `.grad`.
+    def backward(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool = False
+    ) -> OptionalTensors:
+        """B: return the gradients of the inputs; parameters accumulate theirs in `.grad`. If it is `split`, I: the
+        gradients of weights that can wait are left to W; what they need is kept until then.
 
         `gradients`: of the outputs; the last stage ignores them, as its backward starts at the loss.
         """
-        return self._backward(micro_batch, gradients, split=False)
-
-    def backward_inputs(
-        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """I: like B, but the gradients of weights that can wait are left to W; what they need is kept until then."""
-        return self._backward(micro_batch, gradients, split=True)
-
-    def _backward(
-        self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool
-    ) -> tuple[torch.Tensor | None, ...]:
-        """B, or I if it is `split`."""
         saved = self._saved.pop(micro_batch)
         assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
         if saved.captured is None:
@@ -255,7 +246,7 @@ class Stage:
 
     def _eager_backward(
         self, micro_batch: int, saved: _InFlight, gradients: Sequence[torch.Tensor | None] | None, *, split: bool
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> OptionalTensors:
         """Run the autograd graph backward from the outputs with these gradients; None: from the loss."""
         assert saved.roots is not None
         given = (None,) * len(saved.roots) if gradients is None else gradients

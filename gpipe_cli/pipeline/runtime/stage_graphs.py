@@ -29,13 +29,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 
 import torch
-from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors
 from gpipe_cli.pipeline.runtime.capture_guards import Guards, UncapturableError, hooked_layer
 from gpipe_cli.pipeline.runtime.captured_micro_batch import CapturedMicroBatch, CaptureKey, CaptureKind
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics
-from gpipe_cli.pipeline.runtime.graph_capture import Compute, CudaGraphCapturer, GraphCapture
+from gpipe_cli.pipeline.runtime.graph_capture import GraphCapture
 from gpipe_cli.pipeline.runtime.module_state import restoring_state
 from gpipe_cli.pipeline.runtime.randomness import restoring_rng_state
 from gpipe_cli.pipeline.runtime.static_memory import Seeds, StaticMemory
@@ -47,23 +45,17 @@ _MAX_GRAD_MASK_CHANGES = 4  # times that other outputs get a gradient than befor
 
 
 class StageCudaGraphs:
-    """The graphs of a stage, whose layers `compute` runs. Their batch norms write to `statistics`."""
+    """The graphs of a stage. `make_capture` makes what captures them in the given memory; `running_layer` names the
+    layer that runs."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        capturer: CudaGraphCapturer,
-        statistics: BatchStatistics,
-        compute: Compute,
-        running_layer: Callable[[], str],
-    ) -> None:
-        self._module, self._device, self._running_layer = module, device, running_layer
+    def __init__(self, make_capture: Callable[[StaticMemory], GraphCapture], running_layer: Callable[[], str]) -> None:
+        self._running_layer = running_layer
         self._memory = StaticMemory(
             lambda storage: self._drop(lambda captured: captured.uses(storage)),
             lambda index: any(captured.index == index for captured in self._all_captured()),
         )
-        self._capture = GraphCapture(module, device, capturer, statistics, compute, self._memory)
+        self._capture = make_capture(self._memory)
+        self._module, self._device = self._capture.module, self._capture.device
         self.capture_eagerly = False  # capture in the first step that could use graphs, and not in the second
         self.fallback_reason = ""  # why the stage is not replayed: the layer, and what is wrong with it
         self._given_up = False  # for good, as the reason will not pass
@@ -80,11 +72,6 @@ class StageCudaGraphs:
         self._grad_mask_changes = 0  # how often other outputs got a gradient than before
         self._guards: dict[bool, Guards] = {}  # of graphs for training, and for evaluation
         self._guard_changes = 0  # steps before which a guard had changed
-
-    @property
-    def static_bytes(self) -> int:
-        """The bytes held between steps, without the pools and the parameters' gradients."""
-        return self._memory.buffer_bytes
 
     def begin_step(self) -> None:
         """Called before the first action: what graphs take for granted may have changed."""

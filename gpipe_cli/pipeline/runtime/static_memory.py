@@ -7,19 +7,13 @@ outlives its micro-batch there. So the bytes are those of the largest micro-batc
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 Seeds: TypeAlias = Callable[[int], int]
 """The seed of each layer of the stage, by its place in the stage."""
-
-
-class RngState(Protocol):
-    """A state of the device's random generator, which graphs read when they are replayed."""
-
-    def manual_seed(self, seed: int) -> object: ...
 
 
 class StaticMemory:
@@ -30,14 +24,10 @@ class StaticMemory:
         self._drop_users, self._has_graphs = drop_users, has_graphs
         self._pools: dict[int, object] = {}  # index of a micro-batch in flight -> pool of all that its graphs allocate
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
-        self.rng_states: dict[int, RngState] = {}  # place in the stage of a layer that draws random numbers -> state
+        # place in the stage of a layer that draws random numbers -> the state that graphs read when they are replayed
+        self.rng_states: dict[int, torch.Generator] = {}
         # (contents, place) -> memory for tensors of all shapes
         self._buffers: dict[tuple[str, int], torch.UntypedStorage] = {}
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The bytes held between steps, without the pools and the parameters' gradients."""
-        return sum(storage.nbytes() for storage in self._buffers.values())
 
     def pool(self, index: int, new_pool: Callable[[], object]) -> object:
         """The pool of a micro-batch in flight. Once all graphs of a pool are dropped, the allocator takes no others."""

@@ -34,12 +34,9 @@ class HostClock:
     def begin_step(self) -> None:
         pass
 
-    def reader(self) -> Callable[[Mark], float]:
-        """A function from a mark of this step to seconds of the host's monotonic clock."""
-        return float
-
-    def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
-        """Like `reader`, but for all marks of a stage, of which the last must be the latest."""
+    def reader(self) -> Callable[[Sequence[Mark]], list[float]]:
+        """A function from marks of this step, of which the last must be the latest, to seconds of the host's monotonic
+        clock."""
         return list
 
 
@@ -82,13 +79,9 @@ class StreamClock:
         event.record(current_stream(self._device))
         return event
 
-    def reader(self) -> Callable[[Mark], float]:
+    def reader(self) -> Callable[[Sequence[Mark]], list[float]]:
         assert self._reference is not None, "a step has begun"
         return self._reference.read
-
-    def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
-        assert self._reference is not None, "a step has begun"
-        return self._reference.read_all
 
 
 class _Reference:
@@ -101,14 +94,11 @@ class _Reference:
     def seconds(self) -> float:
         if self._seconds is None:
             assert self._previous is not None
-            self._seconds = self._previous.read(self._event)
+            (self._seconds,) = self._previous.read((self._event,))
             self._previous = None
         return self._seconds
 
-    def read(self, mark: Any) -> float:
-        return self.read_all((mark,))[0]
-
-    def read_all(self, marks: Sequence[Any]) -> list[float]:
+    def read(self, marks: Sequence[Any]) -> list[float]:
         marks[-1].synchronize()
         return [self.seconds + float(self._event.elapsed_time(mark)) / 1e3 for mark in marks]
 
@@ -171,7 +161,7 @@ class StepTimer:
     def begin_step(self, schedule: Schedule) -> StepTimings:
         for clock in set(self.clocks.values()):
             clock.begin_step()
-        return StepTimings(schedule, {stage: clock.reader_of_all() for stage, clock in self.clocks.items()})
+        return StepTimings(schedule, {stage: clock.reader() for stage, clock in self.clocks.items()})
 
 
 def max_marks(micro_batches: int) -> int:

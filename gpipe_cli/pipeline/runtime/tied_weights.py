@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,8 +95,7 @@ def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, 
     return parameters
 
 
-@dataclass(frozen=True)
-class _Use:
+class _Use(NamedTuple):
     """A use of a tied weight, in a stage of process `rank`."""
 
     rank: int

@@ -61,8 +61,7 @@ class LocalTransport:
     the sender has launched since, and block the receiver before it needs the tensors.
     """
 
-    def __init__(self, devices: Sequence[torch.device], boundaries: Boundaries | None = None) -> None:
-        """`boundaries` are needed for a model with skips; without them, all outputs of a stage go to the next stage."""
+    def __init__(self, devices: Sequence[torch.device], boundaries: Boundaries) -> None:
         self._devices, self._boundaries = devices, boundaries
         self._routes = Routes()
         several = set(filter(is_accelerator, devices)) if len(set(devices)) > 1 else set()
@@ -74,7 +73,7 @@ class LocalTransport:
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self._sent.clear()  # a failed step may have left tensors, and events
         self._copied.clear()
-        self._routes = Routes() if self._boundaries is None else self._boundaries.routes(schedule)
+        self._routes = self._boundaries.routes(schedule)
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
         for receiver, routed in self._routes.outgoing(action, tensors):

@@ -48,10 +48,9 @@ from gpipe_cli.system.files import write_atomic
 from gpipe_cli.system.stdio import lost_output
 from gpipe_cli.training.checkpoint.files import RUN_FOLDER_MISSING, Progress, clean_staging, list_checkpoints, step_of
 from gpipe_cli.training.events import (
-    CheckpointFailed,
+    CheckpointEnded,
     CheckpointReady,
     CheckpointStalled,
-    CheckpointWritten,
     EvalRecord,
     Evaluated,
     StepDone,
@@ -125,11 +124,11 @@ class Reporter:
                 self._add_evaluation(message)
             case CheckpointReady():
                 self._loggers.flush()
-            case CheckpointWritten():
+            case CheckpointEnded(failure=None):
                 self._checkpoint = message.step
-            case CheckpointFailed():
+            case CheckpointEnded():
                 self._change(failed_checkpoints=self._result.failed_checkpoints + 1)
-                show_error(f"warning: {message.why}; training continues and will write the next one")
+                show_error(f"warning: {message.failure}; training continues and will write the next one")
             case CheckpointStalled():
                 awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.stalled_step:,} to be written"
                 show_line(self._console.console, f"step {message.step:,}: waited {awaited}")

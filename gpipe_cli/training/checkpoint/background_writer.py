@@ -145,7 +145,7 @@ class CheckpointWriter:
         with self.control.blocked_on(BlockedOn.LAST_CHECKPOINT):
             wait([self._completion], _FINAL_WAIT_SECONDS)
         if self.control.is_rank_zero and self._completion.done() and self._completion.result() is None:
-            self.process.report(events.CheckpointWritten(self._progress.step))
+            self.process.report(events.CheckpointEnded(self._progress.step))
 
     def start(self, progress: files.Progress) -> None:
         """Copy the state of the stages, and begin to write it. No other checkpoint may be in progress."""
@@ -227,19 +227,16 @@ class CheckpointWriter:
             self._report_end(why, last)
 
     def _report_end(self, why: str | None, last: bool) -> None:
-        message: object = events.CheckpointWritten(self._progress.step)
         if why is None:
             self.last = self._progress
-        else:
-            if self.control.is_rank_zero:
-                shutil.rmtree(files.staging_dir(self.folder, self._progress.step), ignore_errors=True)  # frees space
-                if not self.folder.is_dir():
-                    raise files.CheckpointError(f"{self.folder}: {files.RUN_FOLDER_MISSING}")
-            if last:
-                raise files.CheckpointError(why)
-            message = events.CheckpointFailed(self._progress.step, why)
+        elif self.control.is_rank_zero:
+            shutil.rmtree(files.staging_dir(self.folder, self._progress.step), ignore_errors=True)  # frees space
+            if not self.folder.is_dir():
+                raise files.CheckpointError(f"{self.folder}: {files.RUN_FOLDER_MISSING}")
+        if why is not None and last:
+            raise files.CheckpointError(why)
         if self.control.is_rank_zero:
-            self.process.report(message)
+            self.process.report(events.CheckpointEnded(self._progress.step, why))
 
 
 def _run_job(write: Callable[[], None]) -> str | None:

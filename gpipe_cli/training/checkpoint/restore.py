@@ -4,7 +4,7 @@ Law 3: resumed with any cut, the weights end up bit-identical.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +22,26 @@ from gpipe_cli.training.data_feed import TOKENIZER
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.units import first_few
 
-Shapes = Mapping[str, tuple[int, ...]]
 
-
-@dataclass(frozen=True)
 class CheckpointCompatibility:
     """Whether a checkpoint fits the model of a run, by names, types and shapes alone.
 
     Every `check` method raises InputError.
     """
 
-    setting: str  # the setting that named the run, for messages, as `key=value`
-    checkpoint: Path
-    config: TrainConfig
-    source: TrainConfig  # settings of the run that wrote the checkpoint
-    index: files.Index
-    tensor_headers: Mapping[str, files.TensorHeader]  # name -> dtype and shape, for all tensors in the checkpoint
-    shapes: Shapes  # shapes of the model's tensors, by name
-    saved_shapes: Shapes  # shapes of the checkpoint's `model/` tensors, by the same names
-
-    @classmethod
-    def of(
-        cls, setting: str, run: Path, checkpoint: Path, config: TrainConfig, model: nn.Sequential
-    ) -> "CheckpointCompatibility":
-        """`model` is on the meta device. Raises CorruptCheckpointError if the checkpoint cannot be read."""
-        index = files.read_index(checkpoint)
-        tensor_headers = files.tensor_headers(checkpoint, index.files)
-        shapes = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
-        saved_names = [name for name in tensor_headers if name.startswith("model/")]
-        saved_shapes = {name.removeprefix("model/"): tensor_headers[name][1] for name in saved_names}
+    def __init__(self, setting: str, run: Path, checkpoint: Path, config: TrainConfig, model: nn.Sequential) -> None:
+        """`setting` has named the `run` that wrote the checkpoint; `model` is on the meta device. Raises
+        CorruptCheckpointError if the checkpoint cannot be read."""
+        self.setting, self.checkpoint, self.config = f"{setting}={run}", checkpoint, config
+        self.index = files.read_index(checkpoint)
+        self.tensor_headers = files.tensor_headers(checkpoint, self.index.files)
+        # shapes of the model's tensors, and of the checkpoint's `model/` tensors, by the same names
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
+        saved_names = [name for name in self.tensor_headers if name.startswith("model/")]
+        self.saved_shapes = {name.removeprefix("model/"): self.tensor_headers[name][1] for name in saved_names}
         for name in canonical_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
-            saved_shapes.pop(name, None)
-        source = read_config(run, fallback_values(config))
-        return cls(f"{setting}={run}", checkpoint, config, source, index, tensor_headers, shapes, saved_shapes)
+            self.saved_shapes.pop(name, None)
+        self.source = read_config(run, fallback_values(config))  # settings of that run
 
     def check_same_names(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
         """Check that no layer or tensor is only in the model, or only in the checkpoint."""
@@ -66,11 +53,9 @@ class CheckpointCompatibility:
     def check_same_tokenizer(self) -> None:
         """Check that the settings name the tokenizer of the run, or the files that it saved."""
         mine, theirs = self.config.dataset, self.source.dataset
-        if (
-            not isinstance(mine, TextConfig)
-            or not isinstance(theirs, TextConfig)
-            or not TEXT_DATASETS[mine.name].tokenizer
-        ):
+        if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig):
+            return
+        if not TEXT_DATASETS[mine.name].tokenizer:
             return
         saved = files.run_folder_of(self.checkpoint) / TOKENIZER
         uses_saved = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved

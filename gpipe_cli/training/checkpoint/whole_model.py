@@ -29,7 +29,7 @@ def load_run(run: str, averaged: bool | None, which: str, target: str | None) ->
     model = build_model(config)
 
     def check(checkpoint: Path) -> None:
-        match = CheckpointCompatibility.of("run_folder", folder, checkpoint, config, model)
+        match = CheckpointCompatibility("run_folder", folder, checkpoint, config, model)
         check_restorable(match, model, optimizer=False)
 
     def warn(line: str) -> None:

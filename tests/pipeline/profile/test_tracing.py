@@ -41,13 +41,13 @@ def test_linear_layers() -> None:
     assert costs["first"].flops == 4 * 20 * 30
     assert [cost.parameters for cost in costs.values()] == [20 * 30, 30 * 7 + 7]
     for work in (costs["first"].forward, costs["first"].backward):  # the image needs no gradient
-        product = work.by_kind[OperationKind.PRODUCT]
+        product = work[OperationKind.PRODUCT]
         assert (product.bytes, product.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30)
-    added = costs["first"].backward.by_kind[OperationKind.ELEMENTWISE]
+    added = costs["first"].backward[OperationKind.ELEMENTWISE]
     assert (added.count, added.bytes, added.fixed_bytes) == (1, 0, 3 * 4 * 20 * 30)
     for cost in trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh()).values():
         assert cost.saved == SavedMemory(same_memory=(None,))
-        assert not cost.backward.by_kind
+        assert not cost.backward
         assert not any(tensor.has_gradient for tensor in cost.outputs)
 
 
@@ -76,7 +76,7 @@ def test_the_halves_of_a_backward() -> None:
     assert [each and each.inputs.flops for each in split_backward] == [0, 2 * 30 * 30, 0, 2 * 30 * 30]
     assert [each and each.saved_gradients.tensors for each in split_backward] == [(0,), (0,), (), (0,)]
     assert all(parameter.grad is None for parameter in model.parameters())
-    counts = [[sum(each.count for each in work.by_kind.values()) for work in (half.inputs, half.weights)]
+    counts = [[sum(each.count for each in work.values()) for work in (half.inputs, half.weights)]
               for half in split_backward if half is not None]  # fmt: skip
     # a product, the sum of its bias's gradient, and to each weight what is added
     assert counts == [[0, 4], [1, 4], [1 + 2, 0], [1, 4]]
@@ -101,8 +101,8 @@ def test_what_is_frozen_costs_no_gradients_of_its_own() -> None:
         layers[name].requires_grad_(False)
     costs = trace((20,), **layers)
     assert [cost.backward.flops for cost in costs.values()] == [0, 2 * 30 * 30, 0, 2 * 30 * 7]
-    assert not costs["a"].backward.by_kind
-    assert costs["norm"].backward.by_kind
+    assert not costs["a"].backward
+    assert costs["norm"].backward
     assert [cost.outputs[0].has_gradient for cost in costs.values()] == [False, True, True, True]
     assert [cost.parameters for cost in costs.values()] == [630, 930, 60, 217], "they are there all the same"
 
@@ -169,7 +169,7 @@ def test_bfloat16_has_the_types_of_the_device_and_the_operations_of_float32() ->
         assert [cost.outputs[0].dtype for cost in found] == expected
         for cost, full in zip(found, traced(*layers, device=device), strict=True):
             assert cost.forward.flops == full.forward.flops
-            counted, before = (sum(each.count for each in one.forward.by_kind.values()) for one in (cost, full))
+            counted, before = (sum(each.count for each in one.forward.values()) for one in (cost, full))
             assert before < counted <= before + 4  # casts of an input, a weight, a bias, and before a normalization
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CPU, SumOfSquares
+from engine_runs import CPU, SumOfSquares, local_transport
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout, layout_strides, split_all
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build
 
 
@@ -64,7 +63,7 @@ def test_a_layer_gets_equally_aligned_tensors_for_every_cut() -> None:
             stages[index] = Stage(index, nn.Sequential(OrderedDict(part)), first_layer=first, run_seed=0, device=CPU,
                                   inputs=described if index else ())  # fmt: skip
             first += len(part)
-        executor = Executor(stages, [0] * len(parts), LocalTransport([CPU] * len(parts)))
+        executor = Executor(stages, [0] * len(parts), local_transport(stages))
         executor.run(build("gpipe", len(parts), 2, "never"), 0, [3, 3], (torch.ones(6, 3),), SumOfSquares())
     assert seen[1] == [0] * 4
     assert sorted(seen[2]) == sorted(seen[1])

@@ -168,8 +168,8 @@ def step(case: Case, made: Stage, actions: str) -> tuple[dict[str, torch.Tensor 
         elif kind in "BI":
             generator = torch.Generator().manual_seed(m)
             gradients = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in outputs[m]]
-            back = made.backward if kind == "B" else made.backward_inputs
-            returned = back(m, [in_layout(gradient, memory_format) for gradient in gradients])
+            given_gradients = [in_layout(gradient, memory_format) for gradient in gradients]
+            returned = made.backward(m, given_gradients, split=kind == "I")
             found |= {f"input {m} {at}": gradient for at, gradient in enumerate(returned)}
         else:
             waited.append(len(made._deferred.get(m, ())))

@@ -4,13 +4,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from engine_runs import CPU, SumOfSquares
+from engine_runs import CPU, SumOfSquares, local_transport
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.schedule.schedule import Action, Kind
 
@@ -47,7 +46,7 @@ def make(trap: nn.Module) -> tuple[Executor, list[Action]]:
         for k, module in enumerate(modules)
     }
     watched: list[Action] = []
-    return Executor(stages, range(3), LocalTransport([CPU] * 3), lambda action, *_: watched.append(action)), watched
+    return Executor(stages, range(3), local_transport(stages), lambda action, *_: watched.append(action)), watched
 
 
 @pytest.mark.parametrize(

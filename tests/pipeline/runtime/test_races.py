@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import vector_clocks
-from engine_runs import MODELS, Case, CrossEntropy, build_stages, costs_of, covering, data
+from engine_runs import MODELS, Case, CrossEntropy, build_stages, costs_of, covering, data, local_transport
 from vector_clocks import Event, Message, WatchedGroup, WatchedLink, Work, World
 
 from gpipe_cli.assembly.optimizer import clip_gradients, gradient_norms, gradients_of
@@ -155,11 +155,12 @@ def in_processes(world: World, case: Case, of_stage: tuple[int, ...] = ()) -> No
 def in_replicas(world: World, case: Case, size: int) -> None:
     """Each replica is a thread with its device. The last one has no samples in the second step."""
     calls: dict[int, dict[int, Any]] = {}
+    boundaries = Boundaries(boundaries_of(case), boundaries_of(case))
 
     def pipeline(rank: int) -> None:
         places = [torch.device("cpu", rank)] * case.partitions
         group: Any = WatchedGroup(world, calls, rank, size, rank)
-        moves, sums = LocalTransport(places), Replicas({torch.device("cpu"): group}, size)
+        moves, sums = LocalTransport(places, boundaries), Replicas({torch.device("cpu"): group}, size)
         train(world, case, places, range(case.partitions), moves, sums, empty=rank == size - 1)
 
     in_threads(pipeline, size)
@@ -229,7 +230,7 @@ def recorded(world: World) -> None:
     stages = build_stages(MODELS["plain"](), costs_of("plain", case.frozen), (3, 2), here=(0, 1), device=place)
     for stage in stages.values():
         world.place(stage.module.parameters(), 0)
-    executor = Executor(stages, [0, 0], LocalTransport([place] * 2))
+    executor = Executor(stages, [0, 0], local_transport(stages))
     batches = [data(replace(case, samples=(sum(sizes),)), 0) for _ in range(3)]
     before, at_once = None, dict[int, list[float]]()
     with world.watching(0):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_runs import CPU, SumOfSquares
+from engine_runs import CPU, SumOfSquares, local_transport
 from tape import Memory, TapeMaker
 from torch import nn
 from training_runs import TINY, configure, pipeline_of
@@ -19,7 +19,6 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.known_layers import layers_of
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.planner.model_profile import LayerWeights
 from gpipe_cli.planner.stage_memory import buffers_bytes
 from gpipe_cli.schedule.named_schedules import build
@@ -55,7 +54,7 @@ def stages(**settings: Any) -> dict[int, Stage]:
 
 
 def step(made: dict[int, Stage], schedule: str, micro_batches: int, replicas: Replicas | None) -> None:
-    executor = Executor(made, [0, 0], LocalTransport([CPU, CPU]))
+    executor = Executor(made, [0, 0], local_transport(made))
     images = torch.randn(2 * micro_batches, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     order = build(schedule, 2, micro_batches, "except_last")
     executor.run(order, 0, [2] * micro_batches, (images,), SumOfSquares(), replicas=replicas)
@@ -210,7 +209,7 @@ def test_the_memory_of_gradients_and_their_sums_is_planned(graphs: bool, alone: 
     stage.set_training(True)
     if graphs:
         stage.use_cuda_graphs(maker)
-    executor, order = Executor({0: stage}, [0], LocalTransport([CPU])), build("gpipe", 1, 2, "always")
+    executor, order = Executor({0: stage}, [0], local_transport({0: stage})), build("gpipe", 1, 2, "always")
     with Memory(maker) as memory:
         for number in range(4):
             memory.peak_bytes = 0

@@ -8,12 +8,11 @@ import time
 
 import pytest
 import torch
-from engine_runs import CPU, NOTHING_FROZEN, SumOfSquares, build_stages, costs_of, tricky_model
+from engine_runs import NOTHING_FROZEN, SumOfSquares, build_stages, costs_of, local_transport, tricky_model
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.step_timings import MARKS_PER_ACTION, MARKS_PER_STAGE, max_marks, timeline_of_marks
-from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.schedule.named_schedules import build
 from gpipe_cli.schedule.schedule import Action, Kind
 from gpipe_cli.schedule.timeline import Event, EventKind, Span
@@ -24,7 +23,7 @@ def executor(partitions: int) -> Executor:
     stages = build_stages(
         tricky_model(), costs_of("tricky", NOTHING_FROZEN), micro_batch_sizes(6, partitions), here=range(partitions)
     )
-    return Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
+    return Executor(stages, range(partitions), local_transport(stages))
 
 
 def test_a_step_records_every_action_of_its_stages() -> None:

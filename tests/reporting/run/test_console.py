@@ -12,7 +12,7 @@ from training_runs import TINY, command
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.results.run import Start
-from gpipe_cli.training.events import CheckpointWritten
+from gpipe_cli.training.events import CheckpointEnded
 
 
 def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
@@ -126,7 +126,7 @@ def test_a_summary_has_the_scores_and_a_resume_command_that_survives_shell_and_h
         reporter.on_message(step(number))
     reporter.on_message(evaluation(8, loss=0.05, top1=0.989, averaged=True))
     reporter.on_message(evaluation(12, loss=0.0512, top1=0.986, averaged=True, is_best=False))
-    reporter.on_message(CheckpointWritten(8))
+    reporter.on_message(CheckpointEnded(8))
     reporter.finish("interrupted")
     lines = file.getvalue().splitlines()
     assert re.search("^interrupted after .*: 12 steps \\(3 whole epochs\\) done$", file.getvalue(), re.MULTILINE)
@@ -160,7 +160,7 @@ def test_a_proposed_resume_command_has_something_to_do(
     reporter, file = reporter_in(Path("run"), *settings, start=started)
     reporter.on_message(step(6))
     if written is not None:
-        reporter.on_message(CheckpointWritten(written))
+        reporter.on_message(CheckpointEnded(written))
     reporter.finish("interrupted")
     assert re.findall("^resume with +(.*)$", file.getvalue(), re.MULTILINE) == resume_command
     assert re.search("6 steps \\(1 whole epoch\\) done", file.getvalue())
