@@ -11,7 +11,8 @@ from gpipe_cli.commands.command_runner import run_command
 from gpipe_cli.commands.recipe_run import make_recipe_simulator
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.recipe import read_recipe
-from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner, Scale
+from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
+from gpipe_cli.reproduction.scale import Scale
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
 HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "hardware=cpu")

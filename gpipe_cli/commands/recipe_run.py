@@ -18,7 +18,8 @@ from gpipe_cli.reporting.run.console import show_log_tail
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.recipe import Recipe
-from gpipe_cli.reproduction.runner import RECIPES_DIR, CommandFailedError, Runner, Scale, add_user_settings, keep_last
+from gpipe_cli.reproduction.runner import RECIPES_DIR, CommandFailedError, Runner, add_user_settings, keep_last
+from gpipe_cli.reproduction.scale import Scale
 from gpipe_cli.reproduction.simulated import Simulate, make_simulator
 from gpipe_cli.system.gpus import usable_gpus
 

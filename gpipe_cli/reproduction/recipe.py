@@ -23,9 +23,10 @@ from gpipe_cli.config.settings import flatten, key_of, load_recipe, only_command
 from gpipe_cli.errors import InputError, InvalidSettingError, format_value
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction import experiments
-from gpipe_cli.reproduction.runner import RECIPES_DIR, Findings, Gpu, Runner, Scale, keep_last
+from gpipe_cli.reproduction.runner import RECIPES_DIR, Findings, Runner, keep_last
+from gpipe_cli.reproduction.scale import Needs, Scale, SmallScale
 from gpipe_cli.system.machine import cpu_model, usable_cores
-from gpipe_cli.units import plural, size
+from gpipe_cli.units import plural
 
 # Prefixes of recipe names in the order of the paper: its tables, section 4, section 5.
 _ORDER = (
@@ -35,44 +36,6 @@ _ORDER = (
     "multilingual_400m", "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m",
     "batch_size_4m",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The hardware and the data that the paper's scale needs."""
-
-    gpus: int
-    memory_gib: float  # memory of each GPU
-    data: str | None = None  # the value of `dataset`; None if the data come with the program
-    how: str | None = None  # how to get the data, and where to put them
-
-    def __str__(self) -> str:
-        machine = f"{plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB" if self.gpus else "no GPU"
-        return f"{machine}, {self.data}" if self.data else machine
-
-    def fitting_scale(self, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
-        """The scale that a machine with these GPUs allows, and the reason."""
-        if not self.gpus:
-            return "paper", "the recipe needs no GPU"
-        wanted = f"the paper's scale needs {plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
-        enough = [gpu for gpu in gpus if gpu.memory_bytes >= self.memory_gib * 2**30]
-        if len(enough) >= self.gpus:
-            return "paper", f"{wanted}, which this machine has"
-        present = f"{plural(len(gpus), 'GPU')} of {size(min(gpu.memory_bytes for gpu in gpus))}" if gpus else "no GPU"
-        return "small", f"{wanted}, but this machine has {present}"
-
-
-@dataclass(frozen=True, slots=True)
-class SmallScale:
-    """The settings of the same experiment on two CPU cores."""
-
-    settings: tuple[str, ...]  # replace the recipe's own: `batch_size=32`
-    scaled: str  # a line: what is smaller, and which data stand in for the paper's
-    minutes: float  # measured on 2 CPU cores
-
-    @property
-    def duration(self) -> str:
-        return f"{self.minutes:g} min"
 
 
 @dataclass(frozen=True, slots=True)

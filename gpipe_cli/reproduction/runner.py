@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from gpipe_cli.config.pipeline_settings import Affects
 from gpipe_cli.config.schema import quote
@@ -21,6 +21,7 @@ from gpipe_cli.config.settings import key_of, only_command_of, overridden_batch_
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.tables.table import Table
+from gpipe_cli.reproduction.scale import Scale
 from gpipe_cli.reproduction.simulated import Simulate, SimulatedPlan
 from gpipe_cli.results.files import RESULT_FILE, read_result
 from gpipe_cli.system.gpus import Gpu
@@ -32,7 +33,6 @@ DISABLE_P2P = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies be
 # Settings of groups, and of `gpipe bench`, that leave data and sizes as they are.
 _HARMLESS = ("dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds")
 ROWS_DIFFER = "the rows of this table differ in this setting"
-Scale = Literal["smoke", "small", "paper"]
 Note = tuple[str, str]  # label, line: what was simulated and from what, what is odd
 # Runs a command and writes its output to a file. Raises the command's InputError, or CommandFailedError.
 RunCommand = Callable[[Sequence[str], IO[str]], None]
