@@ -38,7 +38,7 @@ from gpipe_cli.units import duration, plural, size
 
 Log = Callable[[str], None]
 
-_VERSION = 19  # raise this whenever the remembered values, or how they are measured, change
+_VERSION = 20  # raise this whenever the remembered values, or how they are measured, change
 _SECONDS = 1.0  # how long passes over the model, of both sizes, are repeated by all processes
 _PASS_SECONDS, _MAX_PASS_SECONDS = 0.1, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
 _MIN_SAMPLES = 4  # of the larger micro-batch

@@ -1,4 +1,4 @@
-"""Drop path (Larsson et al., 2017), which grows in the course of the training, as in NASNet (Zoph et al., 2018)."""
+"""Drop path (Larsson et al., 2017), whose probability grows during training, as in NASNet (Zoph et al., 2018)."""
 
 from torch import Tensor, nn
 

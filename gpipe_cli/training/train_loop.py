@@ -102,9 +102,19 @@ def train(
         data.save_vocabulary(folder)  # first: a folder with a checkpoint can be resumed
         if resume_from is not None:
             link_checkpoint_into(resume_from, folder)
-        step, gpus = progress.step, _gpu_names(engine.spec)
-        ready = events.TrainingReady(data.facts(), notes, step, progress.steps_per_epoch, gpus, compiled, captured)
-        process.report(replace(ready, test=progress.test, best=progress.best))
+        process.report(
+            events.TrainingReady(
+                data.facts(),
+                notes,
+                progress.step,
+                progress.steps_per_epoch,
+                gpu_names=_gpu_names(engine.spec),
+                compiled=compiled,
+                graphs=captured,
+                test=progress.test,
+                best=progress.best,
+            )
+        )
     checkpoints = CheckpointWriter(engine, folder, config_yaml, data.classes, process, start)
     process.on_failure.append(checkpoints.drain)
     training.watch(control)

@@ -1,4 +1,4 @@
-"""What captured graphs take for granted, checked before each step by `stage_graphs.py`, which drops them.
+"""What captured graphs take for granted: where it has changed before a step, `stage_graphs.py` drops the graphs.
 
 Python runs while a graph is captured, and never in a replay: what it reads keeps its value. Compared are the addresses
 of weights, the attributes of modules and what these consist of, as pickle sees it (dicts, lists, objects), and the
