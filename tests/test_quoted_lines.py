@@ -32,7 +32,7 @@ REFUSED = (
     "scale=paper dataset.root=data",
     "bench resume=outputs/2026-01-31_12-00-00_sweep",
 )
-EXTRAS = {"format=onnx": "onnxscript"}
+EXTRAS = {"format=onnx": "onnxscript", "against=torchgpipe": "torchgpipe"}
 
 
 def quoted() -> list[str]:
